@@ -1,0 +1,109 @@
+"""What the commands and Python callers share: settings to a recipe, a recipe to a plan or a run, as plain objects.
+
+`fitune.plan(...)` and `fitune.train(...)` are these functions; they return what `--json` prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fitune import recipe as recipes
+from fitune.errors import UserError
+
+if TYPE_CHECKING:
+    from fitune.planner import PlanResult
+
+OnEvent = Callable[[dict[str, Any]], None]
+RECIPE_SUFFIXES = (".yaml", ".yml")
+
+
+def plan(model: str | Path, **settings: Any) -> dict[str, Any]:
+    """The plan for a job, as `fitune plan --json` prints it. Needs no GPU, no weights, and no network for a model of
+    the catalog.
+
+    Args:
+        model: id, folder, GGUF file, short name, or a recipe file (then `settings` override its values).
+        settings: fields of `fitune.recipe.Recipe`.
+    Raises:
+        UserError: a setting that cannot be, or a model that cannot be found.
+    """
+    return plan_result(model, settings).as_dict()
+
+
+def train(
+    model: str | Path | None = None,
+    *,
+    resume: str | Path | None = None,
+    on_event: OnEvent | None = None,
+    lang: Literal["en", "zh"] = "en",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Fine-tune, as `fitune train` does, and return what `fitune train --json` prints.
+
+    Args:
+        model: as in `plan`; None with `resume`.
+        resume: a run folder to continue; its own recipe is used, so no other setting may be given.
+        on_event: called with each event of the run (one JSON object, as in `events.jsonl`).
+        lang: the language of report.html.
+        settings: fields of `fitune.recipe.Recipe`; `data` is needed.
+    Returns:
+        `{"run": folder, "status": str, "exit_code": int, ...}`.
+    Raises:
+        UserError: bad input; `exit_code` 3 where nothing fits.
+    """
+    from fitune.train.run_folder import RunFolder
+
+    if resume is not None:
+        if model is not None or settings:
+            named = ", ".join(["MODEL"] * (model is not None) + [name.replace("_", "-") for name in settings])
+            raise UserError(f"cannot resume with other settings: {named}",
+                            "a resumed run keeps its recipe, so that it ends as it would have without the stop",
+                            "leave them out, or start a new run")  # fmt: skip
+        folder = RunFolder.open_existing(resume)
+        wanted = recipes.build(recipes.load(folder.recipe_path), str(folder.recipe_path))
+        return _run(wanted, folder.path, on_event, lang)
+    wanted = make_recipe(model, settings)
+    if wanted.data is None:
+        raise UserError("no data named", "training needs a data file",
+                        "add --data FILE (or a dataset id), or --data demo for the bundled set")  # fmt: skip
+    return _run(wanted, None, on_event, lang)
+
+
+def _run(wanted: recipes.Recipe, resume: Path | None, on_event: OnEvent | None, lang: str) -> dict[str, Any]:
+    from fitune.train import run
+
+    return result_dict(run(wanted, resume=resume, on_event=on_event, lang=lang))
+
+
+def plan_result(model: str | Path | None, settings: dict[str, Any]) -> PlanResult:
+    """`fitune.planner.make_plan` for these settings."""
+    from fitune.planner import make_plan
+
+    return make_plan(make_recipe(model, settings))
+
+
+def make_recipe(model: str | Path | None, settings: dict[str, Any]) -> recipes.Recipe:
+    """A recipe from MODEL (which may be a recipe file) and the settings that override it.
+
+    Raises:
+        UserError: no model, an unreadable file, an unknown setting or an impossible value.
+    """
+    if model is None or not str(model).strip():
+        raise UserError("no model named", "MODEL is an id, a folder, a GGUF file, a short name or a recipe file",
+                        "name one, for example smollm2")  # fmt: skip
+    if not str(model).lower().endswith(RECIPE_SUFFIXES):
+        return recipes.build({"model": str(model), **settings}, "the command line")
+    path = Path(model)
+    values = {str(key).replace("-", "_"): value for key, value in recipes.load(path).items()}
+    if not values.get("model"):
+        raise UserError(f"no model named in {path}", "the recipe has no line `model: ...`", "add `model: smollm2`, say")
+    return recipes.build(values | settings, f"{path} and the command line" if settings else str(path))
+
+
+def result_dict(result: Any) -> dict[str, Any]:
+    """A `TrainResult` as JSON: its fields, with the run folder as `run`."""
+    values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    return {"run": str(values.pop("run_folder")), **values}

@@ -1,0 +1,1 @@
+"""One file a command; each has a `command`. `fitune.cli.main` lists them."""

@@ -1,0 +1,35 @@
+"""`fitune plan`: what will fit, why, and how much memory each phase needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from fitune.cli import api
+from fitune.cli.options import SettingsCommand, given, settings_options
+from fitune.cli.output import console, json_option, print_json
+from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_DONE
+
+# Settings that change nothing in a plan: where a run writes, and how often.
+NOT_PLANNED = ("log_to", "out", "save_every", "eval_every", "keep_checkpoints")
+
+
+@click.command("plan", cls=SettingsCommand)
+@click.argument("model", required=False)
+@json_option
+@settings_options(leave_out=NOT_PLANNED)
+def command(model: str | None, as_json: bool, **settings: Any) -> int:
+    """Say what will fit, why, and how much memory each phase needs.
+
+    MODEL is a model id, a folder, a GGUF file, a short name (smollm2) or a recipe file (.yaml), whose settings the
+    options override. With --gpu no GPU is needed; for the models of the catalog no network either.
+    """
+    result = api.plan_result(model, given(settings)).as_dict()
+    if as_json:
+        print_json(result)
+    else:
+        from fitune.cli.render import show_plan
+
+        show_plan(console(), result)
+    return EXIT_DONE if result["fits"] else EXIT_DOES_NOT_FIT

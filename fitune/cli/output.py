@@ -1,0 +1,45 @@
+"""Where output goes: results to stdout, messages to stderr, `--json` as one JSON value."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_WIDTH = 110  # columns when the output is not a terminal
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else to stdout.")
+
+
+def print_json(value: Any) -> None:
+    """One JSON value, indented, to stdout."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console on stdout or stderr: plain and of fixed width where that is not a terminal.
+
+    Writing to a reader that has gone raises BrokenPipeError, as `print` does; rich itself would end the program.
+    """
+    from rich.console import Console
+
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    made = PlainConsole(stderr=stderr, highlight=False)
+    return made if made.is_terminal else PlainConsole(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+def close_quietly() -> None:
+    """The reader of our output has gone (`fitune gpus | head`): keep Python from complaining about it at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())

@@ -1,0 +1,224 @@
+"""One training engine for cpu and cuda: optimizer steps, evaluation, state. It obeys a plan and decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fitune.engine.batch import Batch, HostBatch, to_device
+from fitune.engine.driver import Driver
+from fitune.engine.optimizers import Masters, build_optimizer, flatten_state, restore_state
+from fitune.engine.step import Observer, evaluate, forward_backward, ignore
+from fitune.errors import EXIT_FAILED, UserError
+from fitune.model.build import Built
+from fitune.plan import Plan
+
+_FIRST_SCALE = 2.0**16  # as torch.amp.GradScaler
+_GROWTH_STEPS = 2000
+_SMALLEST_SCALE = 2.0**-10
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave. `loss` is the mean over target tokens of the whole step."""
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    num_targets: int
+    seconds: float
+    loss_scale: float | None
+
+
+class LossScaler:
+    """Loss scaling for fp16. A step that overflows is replayed at half the scale, so that no batch is skipped."""
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+        self.scale = _FIRST_SCALE if enabled else 1.0
+        self.good_steps = 0
+
+    def shrink(self) -> None:
+        self.scale /= 2
+        self.good_steps = 0
+        if self.scale < _SMALLEST_SCALE:
+            raise UserError(
+                "gradients are not finite at any loss scale",
+                "the loss or a gradient is inf or NaN in fp16",
+                "use a lower --lr, or --precision bf16 or fp32",
+                EXIT_FAILED,
+            )
+
+    def grew(self) -> None:
+        self.good_steps += 1
+        if self.enabled and self.good_steps >= _GROWTH_STEPS:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+
+class Engine:
+    """A filled model with its optimizer.
+
+    Args:
+        built: filled model with its adapters.
+        plan: obeyed: activation policy, loss chunk, accumulation order, optimizer, precision, clipping.
+    """
+
+    def __init__(self, built: Built, plan: Plan):
+        self.built, self.plan = built, plan
+        self.driver = Driver(built)
+        self.driver.check()
+        trainable = built.trainable()
+        if not trainable:
+            raise UserError("nothing to train", "no parameter is trainable with these settings", "check --lora-targets")
+        self.masters = Masters(trainable)
+        self.names = list(trainable)
+        self.optimizer = build_optimizer(
+            plan.optimizer, list(self.masters.parameters()), lr=plan.lr, weight_decay=plan.weight_decay
+        )
+        self.scaler = LossScaler(plan.loss_scaling)
+        self.trains_embedding = self._trains(self.built.model.get_input_embeddings())
+        self._parts = self._parameters_by_part()
+
+    def _trains(self, module: Any) -> bool:
+        return any(p.requires_grad for p in module.parameters())
+
+    def _parameters_by_part(self) -> dict[tuple[str, int], list[str]]:
+        prefix = self.built.layers_prefix + "."
+        parts: dict[tuple[str, int], list[str]] = {("tail", 0): [], ("embed", 0): []}
+        for name in self.names:
+            if name.startswith(prefix):
+                index = int(name.removeprefix(prefix).partition(".")[0])
+                parts.setdefault(("layer", index), []).append(name)
+            else:
+                parts["tail", 0].append(name)
+                parts["embed", 0].append(name)
+        return parts
+
+    def step(
+        self, host_batches: Sequence[HostBatch], *, step: int, lr: float, observe: Observer = ignore
+    ) -> StepResult:
+        """One optimizer step over the micro-batches of a batch; the loss is weighted by target tokens.
+
+        Raises:
+            UserError: the loss is not finite (exit code 1).
+        """
+        started = time.perf_counter()
+        uses_dropout = self.plan.adapter is not None and self.plan.adapter.dropout > 0
+        seed = (self.plan.seed, step) if uses_dropout else None
+        batches = [to_device(h, self.built.device, dropout_seed=seed) for h in host_batches]
+        num_targets = sum(b.num_targets for b in batches)
+        while True:
+            loss = self._accumulate(batches, self.scaler.scale / max(num_targets, 1), observe) / max(num_targets, 1)
+            observe("optimizer", 0)
+            norm = self._unscaled_norm()
+            loss_value, norm_value = torch.stack([loss, norm.to(loss.device, loss.dtype)]).tolist()
+            if not _finite(loss_value):
+                raise UserError(
+                    f"the loss is not finite at step {step + 1}",
+                    f"it is {loss_value}",
+                    "use a lower --lr, or --precision bf16 or fp32; look for broken records in the data",
+                    EXIT_FAILED,
+                )
+            if _finite(norm_value):
+                break
+            if not self.scaler.enabled:
+                raise UserError(
+                    f"the gradients are not finite at step {step + 1}",
+                    f"their norm is {norm_value}",
+                    "use a lower --lr, or --precision fp32",
+                    EXIT_FAILED,
+                )
+            self.scaler.shrink()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._update(lr, norm)
+        self.scaler.grew()
+        return StepResult(
+            loss_value,
+            norm_value,
+            sum(b.num_tokens for b in batches),
+            num_targets,
+            time.perf_counter() - started,
+            self.scaler.scale if self.scaler.enabled else None,
+        )
+
+    def _accumulate(self, batches: list[Batch], grad_scale: float, observe: Observer) -> torch.Tensor:
+        groups = [batches] if self.plan.accumulation_order == "layer-major" else [[b] for b in batches]
+        loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
+        for group in groups:
+            loss += forward_backward(
+                self.driver,
+                group,
+                recompute_layers=self.plan.recompute_layers,
+                loss_chunk=self.plan.loss_chunk,
+                grad_scale=grad_scale,
+                trains_embedding=self.trains_embedding,
+                observe=observe,
+                grads_ready=lambda part, index: self.masters.collect(self._parts.get((part, index), ())),
+            )
+        return loss
+
+    def _unscaled_norm(self) -> torch.Tensor:
+        grads = [p.grad for p in self.masters.parameters() if p.grad is not None]
+        if self.scaler.enabled:
+            torch._foreach_mul_(grads, 1 / self.scaler.scale)
+        return torch.nn.utils.get_total_norm(grads)
+
+    def _update(self, lr: float, norm: torch.Tensor) -> None:
+        parameters = self.masters.parameters()
+        if self.plan.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.plan.clip, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.masters.publish()
+
+    def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
+        """(sum of token losses, number of target tokens) without gradients or dropout."""
+        total, count = 0.0, 0
+        for host in host_batches:
+            batch = to_device(host, self.built.device, dropout_seed=None)
+            total += evaluate(self.driver, batch, self.plan.loss_chunk).item()
+            count += batch.num_targets
+        return total, count
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """Masters of the trained parameters by name, on the CPU."""
+        return {name: master.detach().cpu().contiguous() for name, (_, master) in self.masters.pairs.items()}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Everything needed to go on exactly: tensors and plain values, no pickle."""
+        tensors = {f"parameter|{name}": t for name, t in self.trained_tensors().items()}
+        optimizer_tensors, numbers = flatten_state(self.optimizer, self.names)
+        tensors |= {f"optimizer|{name}": t for name, t in optimizer_tensors.items()}
+        return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        """Inverse of `state`.
+
+        Raises:
+            UserError: the state belongs to other settings.
+        """
+        with torch.no_grad():
+            for name, (_, master) in self.masters.pairs.items():
+                saved = tensors.get(f"parameter|{name}")
+                if saved is None or saved.shape != master.shape:
+                    raise UserError(
+                        "the checkpoint does not fit this run",
+                        f"{name} is missing or has another shape",
+                        "resume with the settings the run was started with",
+                    )
+                master.copy_(saved)
+        prefix = "optimizer|"
+        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        restore_state(self.optimizer, self.names, state, values["optimizer"])
+        self.scaler.scale, self.scaler.good_steps = values["scale"], values["good_steps"]
+        self.masters.publish()
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")

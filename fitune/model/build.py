@@ -1,0 +1,362 @@
+"""A trainable model from a configuration and a plan: shapes first (on `meta`), weights afterwards, one tensor at a time.
+
+`build` makes any transformers causal LM whose decoder is a list of layers, with every linear layer of the decoder
+replaced by `BaseLinear` (frozen base, optional adapter) unless all weights are trained. `fill` packs and places weights
+as they stream in. The same two calls on `meta` give the model that the memory trace runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fitune.errors import UserError
+from fitune.model import attention
+from fitune.model.experts import PackedExperts, has_fused_experts
+from fitune.model.formats import DENSE
+from fitune.model.linear import BaseLinear, StepContext
+from fitune.plan import Plan
+
+RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv")
+
+
+@dataclass
+class Built:
+    """A model ready to be filled and driven. `layers` are the decoder layers in order, under their own names."""
+
+    model: nn.Module
+    decoder: nn.Module
+    layers: nn.ModuleList
+    layers_name: str  # attribute of `decoder` that holds the layers
+    layers_prefix: str  # e.g. "model.layers"
+    context: StepContext
+    linears: dict[str, BaseLinear]
+    experts: list[PackedExperts]
+    device: torch.device
+    compute_dtype: torch.dtype
+    host_embedding: HostEmbedding | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Trained parameters by name, each once (a tied head is its embedding)."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def experts_of(self, layer_index: int) -> list[PackedExperts]:
+        prefix = f"{self.layers_prefix}.{layer_index}."
+        return [e for e in self.experts if e.prefix.startswith(prefix)]
+
+    def num_parameters(self) -> int:
+        """All weights of the model, packed ones counted by their shape, adapters excluded."""
+        dense = sum(
+            p.numel() for n, p in self.model.named_parameters() if ".lora_" not in n and not n.endswith("magnitude")
+        )
+        packed = [lin.in_features * lin.out_features for lin in self.linears.values()]
+        fused = [torch.Size(shape).numel() for e in self.experts for shape in e.shapes.values()]
+        host = self.host_embedding.weight.numel() if self.host_embedding is not None else 0
+        return dense + sum(packed) + sum(fused) + host
+
+
+class HostEmbedding(nn.Module):
+    """A frozen embedding whose table stays in host RAM; the rows of a micro-batch are gathered there and copied.
+
+    Exact, and free at training sizes: a row is 2 x hidden_size bytes per token. `weight` is no parameter of the model.
+    """
+
+    def __init__(self, embedding: nn.Module, device: torch.device):
+        super().__init__()
+        self.__dict__["inner"] = embedding  # not a submodule: moving the model must not move the table
+        self.device = device
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.inner.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        host = input_ids.cpu() if input_ids.device.type != "meta" else input_ids
+        return self.inner(host).to(self.device, non_blocking=True)
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    return DENSE[plan.precision]
+
+
+def with_rope_scaling(config: Any, rope_scaling: dict[str, Any] | None) -> Any:
+    """A copy of the configuration with longer positions (transformers' `rope_parameters`).
+
+    Raises:
+        UserError: the model has no rotary positions, or no type was named.
+    """
+    if not rope_scaling:
+        return config
+    config = copy.deepcopy(config)
+    current = getattr(config, "rope_parameters", None)
+    if not current or any(isinstance(v, dict) for v in current.values()):
+        raise UserError(
+            "cannot scale this model's positions",
+            f"{config.model_type} has no single set of rotary positions",
+            "leave rope_scaling out",
+        )
+    wanted = dict(rope_scaling)
+    kind = wanted.pop("type", wanted.pop("rope_type", None))
+    if kind is None:
+        raise UserError("cannot use rope_scaling", "it names no type", "for example: --rope-scaling type=yarn,factor=4")
+    trained = config.max_position_embeddings
+    config.rope_parameters = {**current, "rope_type": kind, **wanted}
+    config.rope_parameters.setdefault("original_max_position_embeddings", trained)
+    config.max_position_embeddings = int(trained * float(wanted.get("factor", 1)))
+    return config
+
+
+def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
+    """The model's modules on `meta`, small buffers on `device`.
+
+    Raises:
+        UserError: no list of decoder layers, or an adapter target that matches nothing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    device = torch.device(device)
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    config.dtype = dtype = compute_dtype(plan)
+    options: dict[str, Any] = {"attn_implementation": attention.NAME if plan.attention != "native" else "sdpa"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    if _is_moe(model):
+        model.set_experts_implementation(_experts_kernel(plan, device))
+    model.eval()  # the base model's own dropout is never applied; adapters have their own
+    model.requires_grad_(False)
+    decoder, layers_name, prefix = find_layers(model)
+    context = StepContext(attention=plan.attention)
+    built = Built(model, decoder, getattr(decoder, layers_name), layers_name, prefix, context, {}, [], device, dtype)
+    for module in model.modules():
+        module.__dict__["fitune_context"] = context
+    if plan.method == "full":
+        model.requires_grad_(True)
+    else:
+        _replace_linears(built)
+        _pack_experts(built)
+        if plan.embedding_place == "host":
+            _embedding_to_host(built)
+    _place_buffers(built)
+    return built
+
+
+def find_layers(model: nn.Module) -> tuple[nn.Module, str, str]:
+    """(decoder, attribute, full prefix) of the list of decoder layers.
+
+    Raises:
+        UserError: there is none of the configured length.
+    """
+    count = getattr(model.config, "num_hidden_layers", None)
+    names = {module: name for name, module in model.named_modules()}
+    for module in [model.get_decoder(), *model.modules()]:
+        for attribute, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                prefix = f"{names[module]}.{attribute}" if names[module] else attribute
+                return module, attribute, prefix
+    raise UserError(
+        f"cannot train {type(model).__name__}",
+        "its decoder is not one list of layers",
+        "use a decoder-only model such as Llama, Qwen, Mistral, Gemma, Phi, OLMo or GLM",
+    )
+
+
+def _is_moe(model: nn.Module) -> bool:
+    return any(has_fused_experts(module) for module in model.modules())
+
+
+def _experts_kernel(plan: Plan, device: torch.device) -> str:
+    """grouped_mm needs CUDA and bf16; its loop-free stand-in for `meta` and fp16 is batched_mm; the CPU takes the loop."""
+    if plan.device == "cuda" and plan.precision == "bf16":
+        return "grouped_mm"
+    return "eager" if device.type == "cpu" else "batched_mm"
+
+
+def _replace_linears(built: Built) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    parents = dict(built.model.named_modules())
+    for name, module in list(built.model.named_modules()):
+        if not name.startswith(built.layers_prefix + ".") or not isinstance(module, (nn.Linear, Conv1D)):
+            continue
+        rows, cols = module.weight.shape
+        transposed = isinstance(module, Conv1D)
+        out_features, in_features = (cols, rows) if transposed else (rows, cols)
+        linear = BaseLinear(name, in_features, out_features, built.context, transposed=transposed)
+        if module.bias is not None:
+            linear.bias = nn.Parameter(module.bias, requires_grad=False)
+        parent, _, leaf = name.rpartition(".")
+        setattr(parents[parent], leaf, linear)
+        built.linears[name] = linear
+
+
+def _pack_experts(built: Built) -> None:
+    for name, module in built.model.named_modules():
+        if name.startswith(built.layers_prefix + ".") and has_fused_experts(module):
+            built.experts.append(PackedExperts(module, name))
+
+
+def _embedding_to_host(built: Built) -> None:
+    embedding = built.model.get_input_embeddings()
+    if built.model.config.tie_word_embeddings or not isinstance(embedding, nn.Embedding):
+        built.notes.append("the embedding stays on the device: it is tied to the head")
+        return
+    built.host_embedding = HostEmbedding(embedding, built.device)
+    built.model.set_input_embeddings(built.host_embedding)
+
+
+def _place_buffers(built: Built) -> None:
+    """Give buffers (rotary frequencies, embedding scales) their values on the device, by the model's own initialiser.
+
+    Must run before weights are filled: the initialiser may touch the parameters beside a buffer, still on `meta` here.
+    """
+    modules = list(built.model.modules())
+    if built.host_embedding is not None:
+        modules.append(built.host_embedding.inner)
+    for module in modules:
+        on_meta = {n: b for n, b in module.named_buffers(recurse=False) if b.device.type == "meta"}
+        if not on_meta:
+            continue
+        host = built.host_embedding is not None and module is built.host_embedding.inner
+        target = torch.device("cpu") if host and built.device.type != "meta" else built.device
+        for name, buffer in on_meta.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu" if built.device.type != "meta" else "meta")
+        if built.device.type == "meta":
+            continue
+        built.model._init_weights(module)
+        for name in on_meta:
+            module._buffers[name] = module._buffers[name].to(target)
+
+
+def wanted_weights(built: Built) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that `fill` expects, a tied head left out."""
+    wanted = {}
+    for name, parameter in built.model.named_parameters():  # named once each
+        if ".lora_" not in name and not name.endswith(".magnitude"):
+            wanted[name] = tuple(parameter.shape)
+    for name, linear in built.linears.items():
+        shape = (linear.out_features, linear.in_features)
+        wanted[f"{name}.weight"] = shape[::-1] if linear.transposed else shape
+    for experts in built.experts:
+        wanted |= {f"{experts.prefix}.{n}": shape for n, shape in experts.shapes.items()}
+    if built.host_embedding is not None:
+        wanted[_embedding_name(built)] = tuple(built.host_embedding.weight.shape)
+    for name, buffer in built.model.named_buffers():
+        if _persistent(built.model, name):
+            wanted[name] = tuple(buffer.shape)
+    return wanted
+
+
+def _persistent(model: nn.Module, name: str) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    return leaf not in model.get_submodule(parent)._non_persistent_buffers_set
+
+
+def _embedding_name(built: Built) -> str:
+    for name, module in built.model.named_modules():
+        if module is built.host_embedding:
+            return f"{name}.weight"
+    raise AssertionError("host embedding is not in the model")
+
+
+def fill(built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan) -> None:
+    """Pack and place weights as they arrive; names not wanted are passed over, missing ones are an error.
+
+    Raises:
+        UserError: a weight is missing or has another shape than the configuration says.
+    """
+    wanted = wanted_weights(built)
+    seen: set[str] = set()
+    experts = {name: e for e in built.experts for name in e.names()}
+    with torch.no_grad():
+        for name, tensor in weights:
+            if name not in wanted:
+                continue
+            if tuple(tensor.shape) != wanted[name]:
+                raise UserError(
+                    f"weight {name} does not fit this model",
+                    f"the file has shape {tuple(tensor.shape)}, config.json asks for {wanted[name]}",
+                    "download the model again, or use the config.json that belongs to it",
+                )
+            _place(built, plan, name, tensor, experts)
+            seen.add(name)
+    missing = sorted(set(wanted) - seen - _tied(built))
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise UserError("the model's files are incomplete", f"missing: {shown}", "download the model again")
+    built.model.tie_weights()
+
+
+def _tied(built: Built) -> set[str]:
+    head = built.model.get_output_embeddings()
+    if head is None or not built.model.config.tie_word_embeddings:
+        return set()
+    return {f"{name}.weight" for name, module in built.model.named_modules() if module is head}
+
+
+def _place(built: Built, plan: Plan, name: str, tensor: torch.Tensor, experts: dict[str, PackedExperts]) -> None:
+    module_name, _, leaf = name.rpartition(".")
+    device = built.device
+    if leaf == "weight" and module_name in built.linears:
+        built.linears[module_name].set_weight(tensor.to(device), plan.base_format, plan.double_quant)
+    elif name in experts:
+        experts[name].set_weight(name, tensor.to(device), plan.base_format, plan.double_quant)
+    elif built.host_embedding is not None and name == _embedding_name(built):
+        host = "meta" if device.type == "meta" else "cpu"
+        built.host_embedding.inner.weight = nn.Parameter(tensor.to(host, built.compute_dtype), requires_grad=False)
+    else:
+        module = built.model.get_submodule(module_name)
+        if leaf in module._buffers:
+            module._buffers[leaf] = tensor.to(device, module._buffers[leaf].dtype)
+        else:
+            old = module._parameters[leaf]
+            assert old is not None
+            # parameters keep the dtype the class gave them (some models hold fp32 gates in a 16-bit model)
+            module._parameters[leaf] = nn.Parameter(tensor.to(device, old.dtype), requires_grad=old.requires_grad)
+
+
+def meta_weights(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights without values, for a model on `meta`."""
+    for name, shape in wanted_weights(built).items():
+        yield name, torch.empty(shape, dtype=built.compute_dtype, device="meta")
+
+
+def add_adapter(built: Built, plan: Plan) -> list[str]:
+    """Put adapters on the targets (after `fill`), mark what trains; returns the adapted layers' names.
+
+    The start of every adapter depends on (seed, its name) only.
+
+    Raises:
+        UserError: a target matches no linear layer of the decoder, or nothing is left to train.
+    """
+    spec = plan.adapter
+    if spec is None:
+        return []
+    available = sorted({name.rpartition(".")[2] for name in built.linears})
+    adapted = []
+    for target in spec.targets:
+        hits = [n for n in built.linears if target == "all-linear" or n == target or n.endswith(f".{target}")]
+        if not hits:
+            raise UserError(
+                f"no layer is called {target!r}",
+                f"the linear layers of this model are {', '.join(available)}",
+                "use --lora-targets all-linear, or names from that list",
+            )
+        adapted += hits
+    for name in dict.fromkeys(adapted):
+        key = zlib.crc32(name.encode())
+        generator = torch.Generator().manual_seed((plan.seed << 32) ^ key)
+        built.linears[name].add_lora(spec.r, spec.scaling, spec.dropout, key, generator, built.device, spec.dora)
+    for name, parameter in built.model.named_parameters():
+        if name.endswith("bias") and spec.bias != "none":
+            inside = name.rpartition(".")[0] in adapted
+            parameter.requires_grad_(spec.bias == "all" or inside)
+    return list(dict.fromkeys(adapted))

@@ -1,0 +1,123 @@
+"""Formats of frozen weights: dense (fp32, bf16, fp16), int8 per row, NF4 and FP4 per block of 64.
+
+Packing happens once, at load, on whatever device the weight is on; unpacking happens at every use and is one
+temporary in the compute dtype. NF4 and FP4 are bitsandbytes' (QLoRA, https://arxiv.org/abs/2305.14314), with or
+without double quantisation of the block scales; int8 is symmetric per output row, weight only (activations stay in
+the compute dtype, unlike LLM.int8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_4BIT = 64  # values per scale, as in QLoRA
+BLOCK_SCALES = 256  # scales per second-level scale (double quantisation)
+DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Packed:
+    """A frozen weight of `shape` in a base format.
+
+    `tensors` per format: dense `weight`; int8 `codes` [rows, cols] int8 and `scale` [rows, 1] fp32; nf4 and fp4
+    `codes` [n/2, 1] uint8 and either `absmax` [n/64] fp32, or doubly quantised `absmax` [n/64] uint8,
+    `absmax2` [n/64/256] fp32, `offset` [] fp32 and `code2` [256] fp32.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    tensors: dict[str, torch.Tensor]
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def to(self, device: torch.device | str) -> Packed:
+        return Packed(self.format, self.shape, {k: t.to(device) for k, t in self.tensors.items()})
+
+
+def pack(weight: torch.Tensor, format: str, double_quant: bool = True) -> Packed:
+    """Pack a floating weight of any shape (the last axis is the input axis). On `meta` only shapes are made."""
+    shape = tuple(weight.shape)
+    if format in DENSE:
+        return Packed(format, shape, {"weight": weight.to(DENSE[format]).contiguous()})
+    if weight.device.type == "meta":
+        return _pack_meta(shape, format, double_quant)
+    if format == "int8":
+        rows = weight.reshape(-1, shape[-1])
+        scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
+        codes = torch.round(rows / scale).clamp_(-127, 127).to(torch.int8)
+        return Packed(format, shape, {"codes": codes, "scale": scale})
+    if format not in ("nf4", "fp4"):
+        raise ValueError(f"unknown base format {format!r}")
+    import bitsandbytes.functional as bnb
+
+    codes, state = bnb.quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK_4BIT, compress_statistics=double_quant, quant_type=format
+    )
+    tensors = {"codes": codes, "absmax": state.absmax}
+    if double_quant:
+        tensors |= {"absmax2": state.state2.absmax, "offset": state.offset.float(), "code2": state.state2.code}
+    return Packed(format, shape, tensors)
+
+
+def _pack_meta(shape: tuple[int, ...], format: str, double_quant: bool) -> Packed:
+    count = 1
+    for size in shape:
+        count *= size
+
+    def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device="meta")
+
+    if format == "int8":
+        rows = count // shape[-1]
+        return Packed(
+            format,
+            shape,
+            {"codes": empty(rows, shape[-1], dtype=torch.int8), "scale": empty(rows, 1, dtype=torch.float32)},
+        )
+    import bitsandbytes  # noqa: F401  (registers the ops that unpack, with their meta implementations)
+
+    blocks = -(-count // BLOCK_4BIT)
+    tensors = {"codes": empty((count + 1) // 2, 1, dtype=torch.uint8)}
+    if double_quant:
+        tensors |= {
+            "absmax": empty(blocks, dtype=torch.uint8),
+            "absmax2": empty(-(-blocks // BLOCK_SCALES), dtype=torch.float32),
+            "offset": empty((), dtype=torch.float32),
+            "code2": empty(256, dtype=torch.float32),
+        }
+    else:
+        tensors["absmax"] = empty(blocks, dtype=torch.float32)
+    return Packed(format, shape, tensors)
+
+
+def unpack(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in `dtype`: the stored tensor itself when it is dense in that dtype, else a temporary."""
+    tensors = packed.tensors
+    if packed.format in DENSE:
+        return tensors["weight"].to(dtype)
+    if packed.format == "int8":
+        weight = torch.empty(tensors["codes"].shape, dtype=dtype, device=tensors["codes"].device)
+        # computed in fp32 and rounded once, without an fp32 copy of the weight
+        torch.mul(tensors["codes"], tensors["scale"], out=weight)
+        return weight.view(packed.shape)
+    absmax = tensors["absmax"]
+    if "absmax2" in tensors:
+        absmax = torch.ops.bitsandbytes.dequantize_blockwise(
+            absmax, tensors["absmax2"], tensors["code2"], BLOCK_SCALES, torch.float32
+        )
+        absmax += tensors["offset"]
+    return torch.ops.bitsandbytes.dequantize_4bit(
+        tensors["codes"], absmax, BLOCK_4BIT, packed.format, packed.shape, dtype
+    )
+
+
+def bytes_per_parameter(format: str, double_quant: bool) -> float:
+    """Storage per weight, scales included, for large tensors (the constants of double quantisation left out)."""
+    if format in DENSE:
+        return float(torch.empty((), dtype=DENSE[format]).element_size())
+    if format == "int8":
+        return 1.0
+    return 0.5 + (1 + 4 / BLOCK_SCALES) / BLOCK_4BIT if double_quant else 0.5 + 4 / BLOCK_4BIT

@@ -1,0 +1,158 @@
+"""A frozen linear layer in any base format, with an optional LoRA adapter, as one autograd function.
+
+Shapes: x [..., I], weight [O, I], lora_A [R, I], lora_B [O, R]. The weight is unpacked at each use and never saved for
+backward, so that where it lives (device, ring, host) is the caller's business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fitune.model import dropout as counter_dropout
+from fitune.model.formats import Packed, pack, unpack
+
+
+@dataclass
+class StepContext:
+    """What the layers need to know of the running micro-batch. One object per model, set by the engine.
+
+    Attributes:
+        token_keys: [B * T] int32 keys of counter dropout; None turns dropout off (evaluation).
+        doc_lengths: per row the lengths of its documents, padding last; None: one causal document per row.
+        cu_seqlens: [num_docs + 1] int32 on the device, for packed rows.
+        attention: flash | efficient | cpu | blockwise.
+    """
+
+    token_keys: torch.Tensor | None = None
+    doc_lengths: tuple[tuple[int, ...], ...] | None = None
+    cu_seqlens: torch.Tensor | None = None
+    attention: str = "cpu"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora_A: torch.Tensor | None,
+        lora_B: torch.Tensor | None,
+        layer: BaseLinear,
+        keys: torch.Tensor | None,
+    ) -> torch.Tensor:
+        x_NI = x.reshape(-1, x.shape[-1])
+        y_NO = F.linear(x_NI, layer.dense_weight(x.dtype), bias)
+        if lora_A is not None and lora_B is not None:
+            xa_NR = layer.dropped(x_NI, keys) @ lora_A.to(x.dtype).t()
+            y_NO.addmm_(xa_NR, lora_B.to(x.dtype).t(), alpha=layer.scaling)
+        ctx.save_for_backward(x, lora_A, lora_B, keys)
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, lora_A, lora_B, keys = ctx.saved_tensors
+        layer: BaseLinear = ctx.layer
+        need_x, need_bias, need_A = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        g_NO = grads[0].reshape(-1, grads[0].shape[-1])
+        x_NI = x.reshape(-1, x.shape[-1])
+        dx_NI = g_NO @ layer.dense_weight(x.dtype) if need_x else None
+        d_bias = g_NO.sum(0) if ctx.has_bias and need_bias else None
+        dA = dB = None
+        if lora_A is not None and lora_B is not None:
+            A, B = lora_A.to(x.dtype), lora_B.to(x.dtype)
+            gb_NR = (g_NO @ B).mul_(layer.scaling)
+            if need_A:
+                xd_NI = layer.dropped(x_NI, keys)
+                dA = (gb_NR.t() @ xd_NI).to(lora_A.dtype)
+                xa_NR = xd_NI @ A.t()
+                del xd_NI
+                dB = (g_NO.t() @ xa_NR.mul_(layer.scaling)).to(lora_B.dtype)
+            if dx_NI is not None:
+                if keys is not None and layer.dropout > 0:
+                    dx_NI += layer.dropped(gb_NR @ A, keys)
+                else:
+                    dx_NI.addmm_(gb_NR, A)
+        return (dx_NI.view(x.shape) if dx_NI is not None else None), d_bias, dA, dB, None, None
+
+
+class BaseLinear(nn.Module):
+    """Frozen weight in a base format, optional bias, optional LoRA or DoRA adapter.
+
+    Takes the place of `nn.Linear` (or of GPT-2's transposed `Conv1D`) under the same name, so that adapters are saved
+    under the names peft expects. `weight` is None until `set_weight`.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, context: StepContext, *, transposed: bool = False
+    ):
+        super().__init__()
+        self.name, self.in_features, self.out_features = name, in_features, out_features
+        self.transposed = transposed  # stored as [in, out] in checkpoints
+        self.context = context
+        self.packed: Packed | None = None
+        self.bias: nn.Parameter | None = None
+        self.lora_A: nn.Parameter | None = None
+        self.lora_B: nn.Parameter | None = None
+        self.magnitude: nn.Parameter | None = None
+        self.scaling, self.dropout, self.module_key = 1.0, 0.0, 0
+
+    def set_weight(self, weight: torch.Tensor, format: str, double_quant: bool) -> None:
+        """Pack `weight` [O, I] (or [I, O] when transposed) on its own device."""
+        self.packed = pack(weight.t().contiguous() if self.transposed else weight, format, double_quant)
+
+    def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """[O, I] in `dtype`; a temporary unless stored so."""
+        assert self.packed is not None, f"{self.name} has no weight yet"
+        return unpack(self.packed, dtype)
+
+    def add_lora(
+        self,
+        r: int,
+        scaling: float,
+        dropout: float,
+        index: int,
+        generator: torch.Generator | None,
+        device: torch.device | str,
+        dora: bool,
+    ) -> None:
+        """LoRA as peft starts it: A uniform (Kaiming, a = sqrt(5)), B zero, both fp32; DoRA's magnitude is the norm of
+        each output row of the weight (https://arxiv.org/abs/2402.09353), so the weight must be there already."""
+        a = torch.empty(r, self.in_features, dtype=torch.float32)
+        if str(device) != "meta":
+            bound = 1 / math.sqrt(self.in_features)  # kaiming_uniform with a = sqrt(5)
+            a.uniform_(-bound, bound, generator=generator)
+        self.lora_A = nn.Parameter(a.to(device) if str(device) != "meta" else torch.empty_like(a, device="meta"))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, dtype=torch.float32, device=device))
+        self.scaling, self.dropout = scaling, dropout
+        self.module_key = counter_dropout.scramble_int(index + 1)
+        if dora:
+            self.magnitude = nn.Parameter(self._row_norm(torch.float32))
+
+    def _row_norm(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self.lora_A is not None and self.lora_B is not None
+        with torch.no_grad():
+            weight = self.dense_weight(dtype).float()
+            return torch.linalg.vector_norm(weight + self.scaling * (self.lora_B @ self.lora_A), dim=1)
+
+    def dropped(self, x_NI: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        if keys is None or self.dropout == 0:
+            return x_NI
+        return counter_dropout.apply(x_NI, self.dropout, keys, self.module_key)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.context.token_keys if self.dropout > 0 else None
+        # biases outside `lora_bias` are frozen and live in the compute dtype
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.magnitude is None:
+            return _FrozenLinear.apply(x, bias, self.lora_A, self.lora_B, self, keys)
+        y = _FrozenLinear.apply(x, None, self.lora_A, self.lora_B, self, keys)
+        scale = (self.magnitude / self._row_norm(x.dtype)).to(x.dtype)
+        return y * scale if bias is None else torch.addcmul(bias, y, scale)

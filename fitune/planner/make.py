@@ -1,0 +1,323 @@
+"""Recipe, model shape and machine in; one plan with its reasons out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fitune.errors import UserError
+from fitune.memory.constants import HEADROOM, overheads
+from fitune.plan import Adapter, Plan, Reason
+from fitune.planner import explain, ladder, nofit
+from fitune.planner.result import PlanResult, predicted_dict
+from fitune.planner.target import Target, choose_target
+from fitune.recipe import QUANTISED_FORMATS, Recipe
+from fitune.units import from_gib
+
+if TYPE_CHECKING:
+    from fitune.hardware import Machine
+    from fitune.memory.trace import Tracer
+
+PACKING_GAIN = 1.1  # packing is chosen when padding would cost at least this factor in tokens
+DEFAULT_LR = {"full": 2e-5, "lora": 2e-4}
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the data says. Without it a plan assumes every record to be `seq_len` long."""
+
+    longest_tokens: int
+    packing_gain: float
+    most_step_tokens: int  # tokens of the largest step: a bound on what packed rows can hold together
+
+
+@dataclass
+class PlanContext:
+    """Everything decisions are taken from."""
+
+    recipe: Recipe
+    target: Target
+    config: Any  # transformers configuration of the text model
+    data: DataFacts | None = None
+    notes: list[str] = field(default_factory=list)
+    tracers: dict[tuple[Any, ...], Tracer] = field(default_factory=dict)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What tensors and workspaces may take: the budget less headroom and what lies outside torch's allocator."""
+        extra = overheads(self.target.device, self.target.compute_capability)
+        return int(self.target.budget_bytes * (1 - HEADROOM)) - extra.context_bytes - extra.workspace_bytes
+
+    def tracer(self, plan: Plan) -> Tracer:
+        from fitune.memory.trace import Tracer
+
+        key = (plan.method, plan.base_format, plan.double_quant, plan.adapter, plan.precision, plan.optimizer)
+        if key not in self.tracers:
+            self.tracers[key] = Tracer(self.config, plan)
+        return self.tracers[key]
+
+
+def make_plan(
+    recipe: Recipe, machine: Machine | None = None, *, config: Any = None, data: DataFacts | None = None
+) -> PlanResult:
+    """The plan for a recipe on a machine (this one, or the cards of `--gpu`).
+
+    Args:
+        config: the model's configuration when it is known already; otherwise it is looked up by name, without weights.
+        data: lengths of the data when it has been read.
+
+    Raises:
+        UserError: unknown model or card, contradictory or impossible settings.
+    """
+    notes: list[str] = []
+    machine = machine or find_machine(recipe, notes)
+    target = choose_target(recipe, machine)
+    if machine.assumptions:
+        notes.insert(0, machine.assumptions)
+    notes += target.notes
+    if config is None:
+        config = _config_of(recipe, notes)
+    context = PlanContext(recipe, target, config, data, notes)
+    _check_positions(context)
+    tried: list[tuple[Plan, ladder.Candidate]] = []
+    for base_format in base_formats(context):
+        draft = _draft(context, base_format)
+        found = list(_fitting(context, draft))
+        if found:
+            best = min(found, key=lambda c: (c.cost, -c.micro_batch))
+            others = [(draft, c) for c in sorted(found, key=lambda c: c.cost) if c is not best]
+            return _result(context, draft, best, others, tried, fits=True)
+        tried.append((draft, _smallest(context, draft)))
+    draft, least = min(tried, key=lambda pair: pair[1].peak_bytes)
+    return _result(context, draft, least, [], tried, fits=False)
+
+
+def find_machine(recipe: Recipe, notes: list[str]) -> Machine:
+    """This machine, or one with the cards of `--gpu`."""
+    from fitune import hardware
+    from fitune.catalog import gpus
+
+    if recipe.gpu is None:
+        return hardware.probe()
+    cards = gpus.parse(recipe.gpu)
+    for name, _, _ in (part.strip().partition(":") for part in recipe.gpu.split(",")):
+        note = gpus.find(name)[1]
+        if note:
+            notes.append(note)
+    if sum(count for _, count in cards) > 1:
+        notes.append("this version plans for one GPU of those named")
+    return hardware.virtual_mixed(cards, ram_bytes=from_gib(recipe.ram) if recipe.ram else None)
+
+
+def _config_of(recipe: Recipe, notes: list[str]) -> Any:
+    from fitune.model.build import with_rope_scaling
+    from fitune.model.source import resolve
+
+    source = resolve(recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=False)
+    notes += source.notes
+    return with_rope_scaling(source.config, recipe.rope_scaling)
+
+
+def _check_positions(context: PlanContext) -> None:
+    longest = getattr(context.config, "max_position_embeddings", None) or getattr(context.config, "n_positions", None)
+    if longest and context.recipe.seq_len > longest:
+        if not getattr(context.config, "rope_parameters", None):
+            raise UserError(
+                f"seq_len {context.recipe.seq_len} is longer than this model can read",
+                f"it has {longest} learned positions",
+                f"use --seq-len {longest}",
+            )
+        context.notes.append(
+            f"seq_len {context.recipe.seq_len} is beyond the {longest} positions this model was trained on; "
+            "consider --rope-scaling"
+        )
+
+
+def base_formats(context: PlanContext) -> list[str]:
+    """Formats to try, in order. Quantised ones only where asked for, or with `auto` after the wide one."""
+    recipe, wide = context.recipe, wide_format(context)
+    if recipe.base_format != "auto":
+        return [recipe.base_format]
+    return {"full": [wide], "lora": [wide], "qlora": ["nf4"], "auto": [wide, "nf4"]}[recipe.method]
+
+
+def wide_format(context: PlanContext) -> str:
+    return context.recipe.precision if context.recipe.precision != "auto" else auto_precision(context.target)
+
+
+def auto_precision(target: Target) -> str:
+    if target.device == "cpu":
+        return "fp32"
+    return "bf16" if target.bf16 else "fp16"
+
+
+def _draft(context: PlanContext, base_format: str) -> Plan:
+    """Everything but micro-batch, recomputation and chunk."""
+    recipe, target = context.recipe, context.target
+    method = "full" if recipe.method == "full" else "lora"
+    precision = wide_format(context)
+    if precision == "bf16" and target.device == "cuda" and not target.bf16:
+        raise UserError(
+            f"bf16 does not run on {target.name}",
+            "this card has no bf16 arithmetic",
+            "use --precision fp16 (with loss scaling), or auto",
+        )
+    if method == "full" and base_format in QUANTISED_FORMATS:
+        raise UserError(
+            "full fine-tuning needs a wide base", f"{base_format} weights cannot be trained", "use --method qlora"
+        )
+    if method == "full":
+        base_format = precision
+    kernel, can_pack = attention_kernel(context, precision)
+    adapter = None
+    if method == "lora":
+        targets = ("all-linear",) if recipe.lora_targets == "all-linear" else tuple(recipe.lora_targets)
+        adapter = Adapter(
+            recipe.lora_r, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_bias, targets, recipe.rslora, recipe.dora
+        )
+    packing = (
+        recipe.packing
+        if recipe.packing is not None
+        else (can_pack and context.data is not None and context.data.packing_gain >= PACKING_GAIN)
+    )
+    if packing and not can_pack:
+        raise UserError(
+            "this model cannot pack records",
+            "its layers carry state across a row, or use their own attention",
+            "use --no-packing",
+        )
+    optimizer = "adamw" if recipe.optimizer == "auto" else recipe.optimizer
+    tied = bool(getattr(context.config, "tie_word_embeddings", False))
+    host_embedding = target.device == "cuda" and method == "lora" and not tied
+    return Plan(
+        model=recipe.model,
+        num_layers=context.config.num_hidden_layers,
+        method=method,
+        base_format=base_format,
+        double_quant=recipe.double_quant,
+        adapter=adapter,
+        device=target.device,
+        device_name=target.name,
+        precision=precision,
+        loss_scaling=precision == "fp16",
+        embedding_place="host" if host_embedding else "device",
+        attention=kernel,
+        seq_len=recipe.seq_len,
+        batch=recipe.batch,
+        micro_batch=1,
+        accumulation_order="micro-batch-major",
+        packing=packing,
+        recompute_layers=0,
+        loss_chunk=recipe.loss_chunk or ladder.default_chunk(context.config.vocab_size),
+        optimizer=optimizer,
+        lr=recipe.lr or DEFAULT_LR[method],
+        schedule=recipe.schedule,
+        warmup=recipe.warmup,
+        weight_decay=recipe.weight_decay,
+        clip=recipe.clip,
+        seed=recipe.seed,
+        budget_bytes=target.budget_bytes,
+    )
+
+
+def attention_kernel(context: PlanContext, precision: str) -> tuple[str, bool]:
+    """(kernel, whether packed rows are possible)."""
+    from transformers import AutoModelForCausalLM
+
+    from fitune.model.build import RECURRENT_LAYERS
+
+    config = context.config
+    recurrent = any(kind in RECURRENT_LAYERS for kind in getattr(config, "layer_types", None) or ())
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if model_class is None or not getattr(model_class, "_supports_attention_backend", False):
+        return "native", False
+    if context.target.device == "cpu":
+        return "cpu", not recurrent
+    return ("flash" if context.target.flash and precision in ("bf16", "fp16") else "efficient"), not recurrent
+
+
+def _search(context: PlanContext, draft: Plan) -> dict[str, Any]:
+    """Arguments of the ladder for a draft."""
+    recipe = context.recipe
+    recompute = recipe.recompute
+    fixed = (
+        {"auto": None, "none": 0, "all": draft.num_layers}.get(recompute, recompute)
+        if isinstance(recompute, str)
+        else recompute
+    )
+    if fixed is not None and fixed > draft.num_layers:
+        raise UserError(f"cannot recompute {fixed} layers", f"the model has {draft.num_layers}", "use --recompute all")
+    width = row_width(context, draft)
+    return dict(
+        width=width,
+        chunk=draft.loss_chunk,
+        fixed_chunk=recipe.loss_chunk is not None,
+        micro_batch=recipe.micro_batch,
+        recompute=fixed,
+    )
+
+
+def row_width(context: PlanContext, draft: Plan) -> int:
+    """Tokens in the widest row that training will meet."""
+    if context.data is None:
+        return draft.seq_len
+    if draft.packing:
+        return min(draft.seq_len, context.data.most_step_tokens)
+    return min(draft.seq_len, context.data.longest_tokens)
+
+
+def num_rows(context: PlanContext, draft: Plan) -> int:
+    """Most rows of a step."""
+    if draft.packing and context.data is not None:
+        return max(1, min(draft.batch, -(-2 * context.data.most_step_tokens // draft.seq_len)))
+    return draft.batch
+
+
+def _fitting(context: PlanContext, draft: Plan) -> Any:
+    return ladder.candidates(
+        context.tracer(draft).terms,
+        num_rows=num_rows(context, draft),
+        limit_bytes=context.limit_bytes,
+        **_search(context, draft),
+    )
+
+
+def make_plan_within(context: PlanContext, settings: dict[str, Any]) -> ladder.Candidate | None:
+    """The best candidate of the same job with other settings on the same target, or None when it does not fit either."""
+    other = PlanContext(context.recipe.with_(**settings), context.target, context.config, context.data)
+    draft = _draft(other, base_formats(other)[0])
+    return min(_fitting(other, draft), key=lambda c: c.cost, default=None)
+
+
+def _smallest(context: PlanContext, draft: Plan) -> ladder.Candidate:
+    return ladder.smallest(context.tracer(draft).terms, **_search(context, draft))
+
+
+def _finished(context: PlanContext, draft: Plan, chosen: ladder.Candidate) -> Plan:
+    extra = overheads(context.target.device, context.target.compute_capability)
+    return draft.with_(
+        micro_batch=chosen.micro_batch,
+        recompute_layers=chosen.recompute_layers,
+        loss_chunk=chosen.loss_chunk,
+        predicted=predicted_dict(chosen.peaks, extra.workspace_bytes),
+    )
+
+
+def _result(
+    context: PlanContext,
+    draft: Plan,
+    chosen: ladder.Candidate,
+    others: list[tuple[Plan, ladder.Candidate]],
+    tried: list[tuple[Plan, ladder.Candidate]],
+    *,
+    fits: bool,
+) -> PlanResult:
+    plan = _finished(context, draft, chosen)
+    reasons: tuple[Reason, ...] = explain.reasons(context, plan, tried if fits else tried[:-1])
+    plan = plan.with_(reasons=reasons)
+    alternatives = []
+    for other_draft, candidate in others[:3]:
+        other = _finished(context, other_draft, candidate)
+        alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted})
+    nearest = () if fits else nofit.nearest_fits(context, draft, chosen)
+    return PlanResult(fits, plan, plan.predicted, reasons, tuple(alternatives), tuple(nearest), tuple(context.notes))

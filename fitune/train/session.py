@@ -1,0 +1,132 @@
+"""Everything a run needs before its first step: model, data, plan; then the filled engine."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fitune.errors import EXIT_DOES_NOT_FIT, UserError
+from fitune.plan import Plan
+from fitune.recipe import Recipe
+from fitune.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from fitune.data.dataset import DataSet
+    from fitune.engine.engine import Engine
+    from fitune.model.build import Built
+    from fitune.model.source import ModelSource
+    from fitune.planner import PlanResult
+
+
+@dataclass
+class Session:
+    """Model and data of a run; the plan is made from both."""
+
+    recipe: Recipe
+    source: ModelSource
+    config: Any
+    tokenizer: Any
+    data: DataSet
+
+
+def open_session(recipe: Recipe, date: datetime.date | None = None) -> Session:
+    """Find the model, read and tokenise the data. No weights are read yet.
+
+    Raises:
+        UserError: see `fitune.model.source.resolve` and `fitune.data.load_dataset`.
+    """
+    from fitune.data.dataset import load_dataset
+    from fitune.model.build import with_rope_scaling
+    from fitune.model.source import resolve
+
+    source = resolve(recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=True, seed=recipe.seed)
+    tokenizer = source.tokenizer()
+    assert recipe.data is not None
+    data = load_dataset(recipe.data, tokenizer, eval_data=recipe.eval_data, eval_share=recipe.eval_share,
+                        columns=recipe.columns, seq_len=recipe.seq_len, loss_on=recipe.loss_on, seed=recipe.seed,
+                        hub=recipe.hub, date=date)
+    return Session(recipe, source, with_rope_scaling(source.config, recipe.rope_scaling), tokenizer, data)
+
+
+def plan_session(session: Session) -> PlanResult:
+    """The plan for this model and this data on this machine.
+
+    Raises:
+        UserError: a card this machine does not have was asked for, or torch does not match the card.
+    """
+    from fitune import hardware
+    from fitune.data.batches import packing_gain
+    from fitune.planner import DataFacts, make_plan
+
+    recipe = session.recipe
+    if recipe.gpu is not None:
+        raise UserError("--gpu is for planning", "training runs on this machine's own devices",
+                        "use `fitune plan` with --gpu; for training use --vram to stay below a limit")
+    machine = hardware.probe()
+    if (recipe.devices or "").strip().lower() != "cpu":
+        hardware.check_torch_matches(machine, hardware.torch_build())
+    lengths = [len(r) for r in session.data.train]
+    everything = lengths + [len(r) for r in session.data.eval]
+    facts = DataFacts(
+        longest_tokens=max(everything),
+        packing_gain=packing_gain(session.data.train, recipe.batch, recipe.seq_len),
+        most_step_tokens=sum(sorted(lengths)[-recipe.batch :]),
+    )
+    return make_plan(recipe, machine, config=session.config, data=facts)
+
+
+def require_fit(result: PlanResult) -> Plan:
+    """The plan, or the error that says what would fit (exit code 3)."""
+    if result.fits:
+        return result.plan
+    needed = result.predicted["peak_allocated_bytes"]
+    fix = "; ".join(entry["change"] for entry in result.nearest_fits) or "use a card with more memory"
+    budget = format_bytes(result.plan.budget_bytes or 0)
+    raise UserError(f"{result.plan.model} does not fit on {result.plan.device_name}",
+                    f"the smallest plan needs {format_bytes(needed)} of tensors, the budget is {budget}", fix, EXIT_DOES_NOT_FIT)
+
+
+def load_model(session: Session, plan: Plan, on_weight: Callable[[str], None]) -> Built:
+    """Build, fill and adapt the model on the plan's device. `on_weight` is called with each weight's name.
+
+    Raises:
+        UserError: no such device, or weights that do not fit the configuration.
+    """
+    import torch
+
+    from fitune.model.build import add_adapter, build, fill, wanted_weights
+
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("this run was planned for a GPU", "torch sees none now", "start a new run with --devices cpu")
+    device = plan_device(session.recipe, plan)
+    built = build(session.config, plan, device)
+    on_device = device if session.source.kind == "random" and device.type == "cuda" else "cpu"
+    weights = session.source.iter_weights(set(wanted_weights(built)), device=on_device)
+
+    def announced() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            on_weight(name)
+            yield name, tensor
+
+    fill(built, announced(), plan)
+    add_adapter(built, plan)
+    return built
+
+
+def plan_device(recipe: Recipe, plan: Plan) -> torch.device:
+    import torch
+
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    digits = "".join(c for c in recipe.devices or "0" if c.isdigit())
+    return torch.device("cuda", int(digits or 0))
+
+
+def make_engine(built: Built, plan: Plan) -> Engine:
+    from fitune.engine.engine import Engine
+
+    return Engine(built, plan)

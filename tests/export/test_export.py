@@ -1,0 +1,138 @@
+"""Export of a run: the adapter as it is, a merge that answers like model plus adapter, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import main as cli
+from fitune.errors import UserError
+from fitune.export import export_run
+from fitune.model.adapter_io import write_adapter
+from fitune.plan import Adapter
+from fitune.train.run_folder import RunFolder
+from tests.train.fake_run import make_plan
+
+TARGETS = ("q_proj", "down_proj")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A random model of two small layers, with a tokenizer, as a folder of safetensors."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=64)  # fmt: skip
+    folder = tmp_path / "base"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, base: Path) -> RunFolder:
+    """A finished run with an adapter that changes the answers, and a tokenizer with a chat template beside it."""
+    import torch
+    from transformers import AutoTokenizer
+
+    adapter = Adapter(r=4, alpha=8, dropout=0.0, bias="none", targets=TARGETS)
+    shapes = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 48)}
+    tensors = {}
+    torch.manual_seed(1)
+    for layer in range(2):
+        for name, (rows, columns) in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.lora_A"] = torch.randn(4, columns)
+            tensors[f"model.layers.{layer}.{name}.lora_B"] = torch.randn(rows, 4)
+    folder = RunFolder.create(tmp_path / "r", str(base), f"model: {base}\ndata: demo\n", make_plan("cpu").to_json())
+    write_adapter(folder.adapter_path, adapter, tensors, base_model=str(base))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder.adapter_path)
+    return folder
+
+
+def test_adapter_is_copied_whole(run: RunFolder, tmp_path: Path):
+    written = export_run(run, out=tmp_path / "a")
+    names = {file.name for file in run.adapter_path.iterdir()}
+    assert {file.name for file in written.path.iterdir()} == names >= {"adapter_model.safetensors", "tokenizer.json"}
+    assert all((written.path / name).read_bytes() == (run.adapter_path / name).read_bytes() for name in names)
+    assert (written.kind, written.ram_bytes) == ("adapter", None)
+
+
+def test_merged_answers_like_model_and_adapter(run: RunFolder, base: Path, tmp_path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    peft = pytest.importorskip("peft")
+    written = export_run(run, merged=True, dtype="fp32", out=tmp_path / "m")
+    ids = torch.arange(2, 22).unsqueeze(0)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(written.path, dtype=torch.float32)
+    with torch.no_grad():
+        before = plain(ids).logits
+        wanted = peft.PeftModel.from_pretrained(plain, str(run.adapter_path))(ids).logits
+        got = merged(ids).logits
+    assert (wanted - before).abs().max() > 0.1
+    assert (got - wanted).abs().max() < 1e-4
+    assert AutoTokenizer.from_pretrained(written.path).chat_template == "{{ messages[0]['content'] }}"
+    assert not (written.path / "adapter_config.json").exists()
+
+
+def test_merged_model_keeps_the_runs_position_scaling(run: RunFolder, tmp_path: Path):
+    text = run.recipe_path.read_text() + "rope_scaling: {type: linear, factor: 4}\n"
+    run.recipe_path.write_text(text)
+    written = export_run(run, merged=True, out=tmp_path / "m")
+    config = json.loads((written.path / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "linear" and config["rope_parameters"]["factor"] == 4
+    assert config["dtype"] == "bfloat16"
+
+
+def test_command_prints_what_was_written(run: RunFolder, capsys):
+    assert cli.main(["export", str(run.path), "--merged", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["kind"] == "merged" and value["path"] == str(run.path / "merged")
+    assert value["size_bytes"] > 0 and value["ram_bytes"] > 0
+    assert cli.main(["export", str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith(f"adapter written to {run.path / 'export'} (")
+
+
+def test_full_fine_tuning_exports_its_model(run: RunFolder, base: Path, tmp_path: Path):
+    run.adapter_path.rename(tmp_path / "gone")
+    base.rename(run.model_path)
+    assert export_run(run, out=tmp_path / "f").kind == "model"
+    with pytest.raises(UserError) as caught:
+        export_run(run, merged=True, out=tmp_path / "g")
+    assert str(caught.value) == (f"there is no adapter to merge in {run.path}\n  why: the run trained every weight\n"
+                                 "  fix: leave --merged out: its model is whole already")  # fmt: skip
+
+
+def test_run_without_a_result(run: RunFolder, tmp_path: Path):
+    run.adapter_path.rename(tmp_path / "gone")
+    with pytest.raises(UserError) as caught:
+        export_run(run, out=tmp_path / "a")
+    assert str(caught.value) == (f"nothing to export from {run.path}\n"
+                                 "  why: it has no adapter and no model yet (planned)\n"
+                                 f"  fix: finish it first: fitune train --resume {run.path}")  # fmt: skip
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_folder_with_files_is_left_alone(run: RunFolder, tmp_path: Path, merged: bool):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError) as caught:
+        export_run(run, merged=merged, out=tmp_path / "a")
+    assert str(caught.value) == (f"cannot export to {tmp_path / 'a'}\n  why: it exists and is not empty\n"
+                                 "  fix: choose a new folder with --out")  # fmt: skip
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["mine.txt"]
+
+
+def test_merge_within_a_stated_ram(run: RunFolder, tmp_path: Path):
+    with pytest.raises(UserError, match="not enough RAM for the merge"):
+        export_run(run, merged=True, out=tmp_path / "m", ram_bytes=1024)
+    assert not (tmp_path / "m").exists()

@@ -18,6 +18,7 @@ setup:
 
 demo: setup
 	@$(BIN)/fitune train examples/demo.yaml
+	@echo "to use the fitune command: source $(BIN)/activate"
 
 test:
 	@$(PYTHON) scripts/setup.py --venv $(VENV) --extras dev

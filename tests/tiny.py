@@ -39,6 +39,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2Config", dict(sliding_window=16)),
     "smollm3": ("SmolLM3Config", {}),
     "gpt2": ("GPT2Config", {}),
+    "falcon": ("FalconConfig", dict(multi_query=True, parallel_attn=True, bias=False)),
+    "opt": ("OPTConfig", dict(ffn_dim=128, word_embed_proj_dim=32)),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "starcoder2": ("Starcoder2Config", dict(sliding_window=16)),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        dict(
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         dict(

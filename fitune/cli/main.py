@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 import click
 
 import fitune
-from fitune.cli.output import close_quietly
+from fitune.cli.output import close_quietly, print_error
 from fitune.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 
 # Name and one line each. `fitune --help` shows these without importing the commands.
@@ -94,18 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         close_quietly()
         return EXIT_FAILED
-
-
-def print_error(error: UserError) -> None:
-    """`error: what`, then why and fix, to stderr; coloured only on a terminal, and not where NO_COLOR is set."""
-    color = None if not os.environ.get("NO_COLOR") else False
-    what, *rest = str(error).split("\n")
-    lines = [click.style("error:", fg="red", bold=True) + " " + what]
-    for line in rest:
-        label = line[:6]
-        lines.append(click.style(label, bold=True) + line[6:] if label in ("  why:", "  fix:") else line)
-    with contextlib.suppress(BrokenPipeError):
-        click.echo("\n".join(lines), err=True, color=color)
 
 
 def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fitune.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -36,6 +38,18 @@ def console(stderr: bool = False) -> Console:
 
     made = PlainConsole(stderr=stderr, highlight=False)
     return made if made.is_terminal else PlainConsole(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+def print_error(error: UserError) -> None:
+    """`error: what`, then why and fix, to stderr; coloured only on a terminal, and not where NO_COLOR is set."""
+    color = None if not os.environ.get("NO_COLOR") else False
+    what, *rest = str(error).split("\n")
+    lines = [click.style("error:", fg="red", bold=True) + " " + what]
+    for line in rest:
+        label = line[:6]
+        lines.append(click.style(label, bold=True) + line[6:] if label in ("  why:", "  fix:") else line)
+    with contextlib.suppress(BrokenPipeError):
+        click.echo("\n".join(lines), err=True, color=color)
 
 
 def close_quietly() -> None:

@@ -71,11 +71,12 @@ class Display:
         self._say("\n".join(data_lines(event)))
 
     def _on_phase(self, event: dict[str, Any]) -> None:
-        peak = render.peak_bytes(event)
-        host = event.get("host_bytes")
-        parts = [f"{format_bytes(peak)}" if peak else "", f"host RAM {format_bytes(host)}" if host else ""]
+        if event.get("phase") != "load":  # the others' peaks stand in the report, beside what was predicted
+            return
+        peak, host = render.peak_bytes(event), event.get("host_bytes")
+        parts = [format_bytes(peak) if peak else "", f"host RAM {format_bytes(host)}" if host else ""]
         shown = ", ".join(part for part in parts if part)
-        self._say(f"{str(event.get('phase')).replace('_', ' ')}: {shown}" if shown else "")
+        self._say(f"model loaded: {shown}" if shown else "model loaded")
 
     def _on_step(self, event: dict[str, Any]) -> None:
         if event.get("step_s") is not None:

@@ -24,9 +24,12 @@ _STEPS_PER_STRETCH = 50
 class Tokens(Protocol):
     """What batching needs of a record."""
 
-    index: int
-    input_ids: np.ndarray
-    labels: np.ndarray
+    @property
+    def index(self) -> int: ...
+    @property
+    def input_ids(self) -> np.ndarray: ...
+    @property
+    def labels(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)

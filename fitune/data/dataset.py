@@ -192,7 +192,8 @@ def _render(
     for conversation in conversations:
         try:
             messages, tools = adapt(conversation, template, changes)
-            rendered.append(finder.pieces(messages, tools, loss_on))
+            pieces = finder.pieces(messages, tools, loss_on)
+            rendered.append([replace(piece, question=_asked(conversation, piece.question)) for piece in pieces])
         except CannotRender as error:
             dropped[f"the chat template refuses it: {error}"].append(conversation.source_row)
         else:
@@ -202,6 +203,12 @@ def _render(
         end = tokenizer.eos_token or "no token: it has none"
         notes.append(f"the template does not end answers; {end} was appended to the last answer of each record")
     return kept, rendered, notes
+
+
+def _asked(conversation: Conversation, question: str) -> str:
+    """The question as it was written, where adapting it to the template put other text (a system message) before it."""
+    users = [m["content"] for m in conversation.messages if m["role"] == "user"]
+    return next((text for text in reversed(users) if text and question.endswith(text)), question)
 
 
 def _trainable(
@@ -260,16 +267,18 @@ def _assemble(
     seed: int,
     seq_len: int,
 ) -> DataSet:
-    records, groups = _records_of(train)
+    records, groups, questions = _records_of(train)
     notes = list(train.notes)
     if eval_source is not None:
-        train_records, eval_records = records, _records_of(eval_source)[0]
+        train_records = records
+        held, _, questions = _records_of(eval_source)
+        eval_records = [_with_prompt(*pair) for pair in zip(held, questions, strict=True)]
         eval_from = eval_data or "the bundled evaluation set"
         notes += [note for note in eval_source.notes if note not in notes]
     else:
         held_out = _held_out(groups, eval_share, seed)
         train_records = [r for i, r in enumerate(records) if i not in held_out]
-        eval_records = [r for i, r in enumerate(records) if i in held_out]
+        eval_records = [_with_prompt(r, questions[i]) for i, r in enumerate(records) if i in held_out]
         eval_from = f"held out at random, seed {seed}" if held_out else "none held out"
     numbered = [replace(r, index=i) for i, r in enumerate([*train_records, *eval_records])]
     sources = [s for s in (train, eval_source) if s is not None]
@@ -290,16 +299,23 @@ def _assemble(
     return DataSet(numbered[:num], numbered[num:], report, train.layout, template, notes, data, eval_from)
 
 
-def _records_of(source: _Source) -> tuple[list[Record], list[str]]:
-    """Records in the order of the source, and the group of each: what must not be split between train and eval."""
+def _records_of(source: _Source) -> tuple[list[Record], list[str], list[str]]:
+    """Records in the order of the source; the group of each (what must not be split between train and eval); and the
+    question that each answers."""
     records: list[Record] = []
     groups: list[str] = []
+    questions: list[str] = []
     for conversation, pieces in zip(source.conversations, source.pieces, strict=True):
         meta = {"language": conversation.language} if conversation.language else {}
         for piece in pieces:
             records.append(Record(len(records), piece.input_ids, piece.labels, conversation.source_row, meta))
             groups.append(_group(conversation, piece))
-    return records, groups
+            questions.append(piece.question)
+    return records, groups, questions
+
+
+def _with_prompt(record: Record, question: str) -> Record:
+    return replace(record, meta={**record.meta, "prompt": question}) if question.strip() else record
 
 
 def _group(conversation: Conversation, piece: Encoded) -> str:

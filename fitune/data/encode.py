@@ -6,7 +6,7 @@ Labels are unshifted: ``labels[t] == input_ids[t]`` where token *t* is under los
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,11 +28,13 @@ class Encoded:
 
     Attributes:
         num_cut: tokens cut off on the right because the text was longer than ``seq_len``.
+        question: what the first answer under loss replies to, for people; empty where nobody asked.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     num_cut: int = 0
+    question: str = ""
 
     @property
     def num_targets(self) -> int:
@@ -70,8 +72,10 @@ def encode_pieces(pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerBase, s
     token that differs from the prompt's own.
     """
     if _cuts_cleanly(tokenizer):
-        return _encode_cut(pieces, tokenizer, seq_len)
-    return [_encode_whole(piece, tokenizer, seq_len) for piece in pieces]
+        encoded = _encode_cut(pieces, tokenizer, seq_len)
+    else:
+        encoded = [_encode_whole(piece, tokenizer, seq_len) for piece in pieces]
+    return [replace(e, question=piece.question) for e, piece in zip(encoded, pieces, strict=True)]
 
 
 def _cuts_cleanly(tokenizer: PreTrainedTokenizerBase) -> bool:

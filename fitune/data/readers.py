@@ -92,6 +92,16 @@ def read(path_or_id: str, *, hub: str = "huggingface", split: str | None = None,
     return _limited(table, limit)
 
 
+def check_there(path_or_id: str) -> None:
+    """Raise now when a local data file is missing or of an unknown kind; ids of a hub are not looked up.
+
+    Raises:
+        UserError: as `read`.
+    """
+    if path_or_id != DEMO and not _is_hub_id(path_or_id):
+        _check_file(Path(path_or_id).expanduser())
+
+
 def read_file(path: Path) -> Table:
     """Read one local file; the suffix says how, the content has the last word between JSON and JSONL."""
     _check_file(path)

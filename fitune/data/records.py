@@ -20,7 +20,8 @@ class Record:
         input_ids: int32 [T].
         labels: int32 [T], unshifted: the token itself where it is under loss, else -100.
         source_row: row of the source it came from, from 0.
-        meta: ``language`` where the source has it.
+        meta: ``language`` where the source has it; on evaluation records ``prompt``, the person's last question before
+            the first answer under loss, without template or system message.
     """
 
     index: int

@@ -33,10 +33,14 @@ def _reasons(message: Message) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rendered text and the character ranges ``(start, end)`` under loss, in order."""
+    """A rendered text and the character ranges ``(start, end)`` under loss, in order.
+
+    ``question`` is the text of the user's message that the first answer under loss replies to, as far as there is one.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    question: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class _Turn:
     start: int
     body_end: int
     ending: tuple[str, ...]
+
+
+def _question(before: list[Message]) -> str:
+    return next((m["content"] for m in reversed(before) if m["role"] == "user"), "")
 
 
 class SpanFinder:
@@ -99,7 +107,9 @@ class SpanFinder:
             last = waiting[-1]
             text = self._ended(last)
             found = [(turn, self._find(turn, text)) for turn in waiting]
-            pieces.append(Piece(text, tuple(span for _, span in found if span is not None)))
+            first = next(turn.index for turn, span in found if span is not None)
+            spans = tuple(span for _, span in found if span is not None)
+            pieces.append(Piece(text, spans, _question(messages[:first])))
             waiting = [turn for turn, span in found if span is None]
         return pieces[::-1]
 

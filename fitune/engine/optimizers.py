@@ -56,8 +56,8 @@ def build_optimizer(
 def abstract_state(name: str, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The optimizer's state on `meta`: what the first step adds to device memory. Paged state is not on the device.
 
-    Sources: torch.optim (two fp32 moments and a step scalar per tensor for AdamW; factored second moment for Adafactor),
-    bitsandbytes 0.50 (uint8 moments with one fp32 scale per 256 values, and two code tables per process).
+    Sources: torch.optim (two fp32 moments and a step scalar per tensor for AdamW; factored second moment for
+    Adafactor), bitsandbytes 0.50 (uint8 moments with one fp32 scale per 256 values, two code tables per process).
     """
     made: list[torch.Tensor] = []
 

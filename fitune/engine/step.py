@@ -4,7 +4,7 @@ Micro-batches come in groups. A group of one is plain gradient accumulation; a g
 (every micro-batch passes a layer before the next layer is touched). The mathematics is the same.
 
 Activation policy: the first `recompute_layers` layers save only their input and run again in backward; the rest keep
-their activations. The loss tail runs on chunks of tokens, forward and backward at once, so that full logits never exist.
+their activations. The loss tail runs on chunks of tokens, forward and backward at once: full logits never exist.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def tail_loss(
     grad_scale: float | None,
     chunk_done: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss of a micro-batch from its last hidden states, `loss_chunk` tokens at a time; tokens without a target are skipped.
+    """Loss of a micro-batch from its last hidden states, `loss_chunk` tokens at a time, those without a target skipped.
 
     Args:
         hidden: [B, T, H].

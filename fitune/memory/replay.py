@@ -37,6 +37,7 @@ class StepTerms:
     kinds: tuple[str, ...]  # kind of every decoder layer, in order
     layers: dict[str, LayerTerms]
     other_weight_bytes: int
+    other_trained_bytes: int
     other_state_bytes: int
     embed: Part
     tail: Part
@@ -59,12 +60,19 @@ class Peaks:
     where: str
 
 
-def peaks(terms: StepTerms, recompute_layers: int) -> Peaks:
-    """Peaks for a policy: the first `recompute_layers` layers recompute, the others keep their activations."""
+def peaks(terms: StepTerms, recompute_layers: int, accumulates: bool = False) -> Peaks:
+    """Peaks for a policy: the first `recompute_layers` layers recompute, the others keep their activations.
+
+    `accumulates`: a step has several micro-batches, so that all gradients are there while the later ones run.
+    """
     layers = [terms.layers[kind] for kind in terms.kinds]
     weights = terms.other_weight_bytes + sum(layer.weight_bytes for layer in layers)
     state = terms.other_state_bytes + sum(layer.state_bytes for layer in layers)
-    dynamic, where, at_end = _walk(terms, layers, recompute_layers)
+    dynamic, where, at_end = _walk(terms, layers, recompute_layers, gradients_there=False)
+    if accumulates:
+        later, later_where, at_end = _walk(terms, layers, recompute_layers, gradients_there=True)
+        if later > dynamic:
+            dynamic, where = later, later_where
     update = at_end + terms.optimizer_peak_bytes
     steady = max(dynamic, update)
     live, evaluation = terms.eval_embed.delta_bytes, terms.eval_embed.peak_bytes
@@ -82,9 +90,16 @@ def peaks(terms: StepTerms, recompute_layers: int) -> Peaks:
     )
 
 
-def _walk(terms: StepTerms, layers: list[LayerTerms], recompute_layers: int) -> tuple[int, str, int]:
-    """(peak of forward and backward, where it is, alive at the end) above weights and optimizer state."""
-    live, highest, where = 0, 0, "embed"
+def _walk(
+    terms: StepTerms, layers: list[LayerTerms], recompute_layers: int, *, gradients_there: bool
+) -> tuple[int, str, int]:
+    """(peak of forward and backward, where it is, alive at the end) above weights and optimizer state.
+
+    With `gradients_there` new gradients are added to those of earlier micro-batches and freed, so that a backward pass
+    leaves nothing behind.
+    """
+    live = terms.other_trained_bytes + sum(layer.trained_bytes for layer in layers) if gradients_there else 0
+    highest, where = live, "embed"
 
     def part(name: str, terms_of_part: Part) -> None:
         nonlocal live, highest, where
@@ -101,5 +116,7 @@ def _walk(terms: StepTerms, layers: list[LayerTerms], recompute_layers: int) -> 
     part("loss tail", terms.tail)
     for index in reversed(range(len(layers))):
         part(f"backward of layer {index}", policy(index)[1])
+        live -= layers[index].trained_bytes if gradients_there else 0
     part("embedding's backward", terms.embed_backward)
-    return highest, where, live
+    # gradients outside the layers appear in the tail and the embedding's backward, whose deltas count them once more
+    return highest, where, live - (terms.other_trained_bytes if gradients_there else 0)

@@ -159,12 +159,13 @@ class Tracer:
                 keep=(keep["forward", index], keep["backward", index]),
                 eval_forward=evaluation["forward", index],
             )
-        other_weights, _, other_state = self._static(None)
+        other_weights, other_trained, other_state = self._static(None)
         nothing = Part(0, 0)
         return StepTerms(
             kinds=self.kinds,
             layers=layers,
             other_weight_bytes=other_weights,
+            other_trained_bytes=other_trained,
             other_state_bytes=other_state,
             embed=recompute["embed", 0],
             tail=recompute["tail", 0],

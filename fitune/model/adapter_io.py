@@ -138,14 +138,13 @@ def _adapter(values: dict[str, Any], folder: Path) -> Adapter:
 
 def _check(adapter: Adapter, tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Every adapted layer has its parts, in matching shapes."""
-    for name, tensor in tensors.items():
-        stem, _, part = name.rpartition(".")
-        if part not in ("lora_A", "lora_B", "magnitude"):
-            continue
-        a, b = tensors.get(f"{stem}.lora_A"), tensors.get(f"{stem}.lora_B")
-        whole = a is not None and b is not None and (not adapter.dora or f"{stem}.magnitude" in tensors)
-        fits = whole and a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] == adapter.r
-        if not fits or (part == "magnitude" and tensor.numel() != b.shape[0]):
+    parts = ("lora_A", "lora_B", "magnitude")
+    for layer in sorted({name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in parts}):
+        a, b, magnitude = (tensors.get(f"{layer}.{part}") for part in parts)
+        fits = a is not None and b is not None and a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] == adapter.r
+        if fits and b is not None:
+            fits = magnitude is None if not adapter.dora else magnitude is not None and magnitude.numel() == b.shape[0]
+        if not fits:
+            wanted = f"lora_A and lora_B of rank {adapter.r}{' and a magnitude' if adapter.dora else ''}"
             raise UserError(f"the adapter {path} is incomplete or of another rank",
-                            f"{stem} does not have matching lora_A and lora_B of rank {adapter.r}"
-                            f"{' and a magnitude' if adapter.dora else ''}", "copy the adapter again")
+                            f"{layer} does not have matching {wanted}", "copy the adapter again")

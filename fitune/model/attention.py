@@ -14,6 +14,8 @@ as the ATen ops themselves, whose meta implementations give the same outputs and
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +33,11 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention_forward)
+
+
+def uses_interface(model_class: type) -> bool:
+    """Whether a transformers class calls attention through the interface (its own flag says less: it is about vLLM)."""
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
 
 
 def attention_forward(
@@ -320,7 +327,7 @@ def _scores(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """fp32 scores [B, H, queries, keys], the tanh of the soft-cap (for its derivative), and the mask of forbidden pairs."""
+    """fp32 scores [B, H, queries, keys], the tanh of the soft-cap (for its derivative), the mask of forbidden pairs."""
     scores = _grouped(q[row, :, queries], k[row, :, keys].transpose(-1, -2)).float().mul_(scale)
     capped = None
     if softcap is not None:

@@ -1,4 +1,4 @@
-"""A trainable model from a configuration and a plan: shapes first (on `meta`), weights afterwards, one tensor at a time.
+"""A trainable model from a configuration and a plan: shapes first (on `meta`), then weights, one tensor at a time.
 
 `build` makes any transformers causal LM whose decoder is a list of layers, with every linear layer of the decoder
 replaced by `BaseLinear` (frozen base, optional adapter) unless all weights are trained. `fill` packs and places weights
@@ -174,7 +174,7 @@ def _is_moe(model: nn.Module) -> bool:
 
 
 def _experts_kernel(plan: Plan, device: torch.device) -> str:
-    """grouped_mm needs CUDA and bf16; its loop-free stand-in for `meta` and fp16 is batched_mm; the CPU takes the loop."""
+    """grouped_mm needs CUDA and bf16; batched_mm is loop-free too, for `meta` and fp16; the CPU takes the loop."""
     if plan.device == "cuda" and plan.precision == "bf16":
         return "grouped_mm"
     return "eager" if device.type == "cpu" else "batched_mm"

@@ -72,6 +72,7 @@ def from_values(name: str, values: dict[str, Any], folder: Path, trust_remote_co
         notes.append(f"it is quantised ({describe_quantisation(quantisation)}): training needs the 16-bit original")
     if values.get("model_type") in CONFIG_MAPPING and not _brings_its_own_class(values):
         config = _native(values, folder)
+        _must_be_language_model(config)
     elif trust_remote_code and values.get("auto_map"):
         config = _remote(folder)
     elif weights:
@@ -110,6 +111,16 @@ def _native(values: dict[str, Any], folder: Path) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"cannot use the configuration in {folder}", _first_line(error),
                         "correct config.json, or download it again") from error
+
+
+def _must_be_language_model(config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = config.get_text_config()
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"model type {config.model_type} cannot be trained as a language model",
+                        f"transformers has no causal LM class for {text.model_type}",
+                        "choose a text model (fitune trains decoders that predict the next token)")
 
 
 def _remote(folder: Path) -> Any:

@@ -45,4 +45,7 @@ class PackedExperts:
 
 
 def has_fused_experts(module: nn.Module) -> bool:
+    """Whether a module holds 3-D parameters that are not a convolution's kernel."""
+    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
+        return False
     return any(p.dim() == 3 for p in module.parameters(recurse=False))

@@ -16,6 +16,7 @@ from fitune.model import shards
 from fitune.model.cache import cache_dir, need_space
 from fitune.model.checkpoint import TORCH_NAMES, Stored
 from fitune.model.weights import groups, meta_model, stream, tensor_names
+from fitune.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 # Up to this size a file is converted once to safetensors in fp32 (exact); larger ones are read in place as bf16.
 CONVERT_BELOW_PARAMS = 1_000_000_000
+CONTENT_KEY_BELOW_BYTES = 256 * MIB  # hashing that much takes a fraction of a second
 CONVERSION = 1  # raise it when converted folders change
 _FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
@@ -70,17 +72,21 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _folder(path: Path) -> Path:
-    """The cache folder of this very file: keyed by place, size and time of change, so a new file is read anew."""
+    """The cache folder of this very file. Small files are known by their content, so that another environment's copy of
+    the bundled model is not converted again; large ones by place, size and time of change."""
     try:
         stat = path.stat()
         with path.open("rb") as handle:
             magic = handle.read(4)
+            handle.seek(0)
+            small = stat.st_size < CONTENT_KEY_BELOW_BYTES and magic == MAGIC
+            content = hashlib.file_digest(handle, "sha256").hexdigest() if small else ""
     except OSError as error:
         raise file_error("read", path, error) from None
     if magic != MAGIC:
         raise UserError(f"{path} is not a GGUF file", "it does not begin with GGUF", "check it, or download it again")
-    key = f"{CONVERSION}/{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
-    return cache_dir() / "gguf" / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    key = content or f"{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
+    return cache_dir() / "gguf" / f"{path.stem}-{hashlib.sha256(f'{CONVERSION}/{key}'.encode()).hexdigest()[:16]}"
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -139,7 +145,7 @@ def _config_and_tokenizer(path: Path) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (ValueError, NotImplementedError, KeyError, IndexError) as error:
+    except (ValueError, NotImplementedError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError(f"cannot read the model in {path}", f"transformers: {error}",
                         "use the model's original safetensors files instead of the GGUF") from error
     return config.get_text_config(), tokenizer

@@ -82,8 +82,9 @@ def _from_huggingface(model_id: str, patterns: tuple[str, ...]) -> Path:
     except RepositoryNotFoundError:
         raise UserError(what, "there is no model of this name, or it is private and you are not logged in (401 or 404)",
                         "check the spelling; for a private model run: hf auth login") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise _offline(model_id, what) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        cause = error.__cause__
+        raise _offline(model_id, what, _first_line(cause) if isinstance(cause, HfHubHTTPError) else "") from None
     except EntryNotFoundError as error:
         raise UserError(what, _first_line(error), "check the model's files on its page") from None
     except HfHubHTTPError as error:

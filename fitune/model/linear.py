@@ -47,14 +47,13 @@ class _FrozenLinear(torch.autograd.Function):
         layer: BaseLinear,
         keys: torch.Tensor | None,
     ) -> torch.Tensor:
-        x_NI = x.reshape(-1, x.shape[-1])
-        y_NO = F.linear(x_NI, layer.dense_weight(x.dtype), bias)
+        y = F.linear(x, layer.dense_weight(x.dtype), bias)  # not a view: some models add to it in place
         if lora_A is not None and lora_B is not None:
-            xa_NR = layer.dropped(x_NI, keys) @ lora_A.to(x.dtype).t()
-            y_NO.addmm_(xa_NR, lora_B.to(x.dtype).t(), alpha=layer.scaling)
+            xa_NR = layer.dropped(x.reshape(-1, x.shape[-1]), keys) @ lora_A.to(x.dtype).t()
+            y.view(-1, y.shape[-1]).addmm_(xa_NR, lora_B.to(x.dtype).t(), alpha=layer.scaling)
         ctx.save_for_backward(x, lora_A, lora_B, keys)
         ctx.layer, ctx.has_bias = layer, bias is not None
-        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -72,7 +72,9 @@ def _owner(model: Any, path: str) -> Any:
 def _fill_untouched(module: Any, std: float) -> None:
     """Parameters the model's initialiser does not know: matrices normal(0, std), vectors zero."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and tensor.is_floating_point() and bool(tensor.flatten()[-1:].isnan().any()):
+        if tensor is None or tensor.is_meta or not tensor.is_floating_point():
+            continue
+        if bool(tensor.flatten()[-1:].isnan().any()):
             if tensor.dim() >= 2:
                 tensor.normal_(0.0, std)
             else:

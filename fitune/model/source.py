@@ -53,10 +53,9 @@ class ModelSource:
     @property
     def reference(self) -> str:
         """The base model's name in an adapter's files: its hub id where it has one, else the folder or file."""
-        if self.kind == "bundled":
-            return bundled.MODEL_ID
-        if self.kind in ("folder", "gguf"):
-            return str(Path(self.name).expanduser().resolve())
+        place = Path(self.name).expanduser()
+        if place.exists():
+            return str(place.resolve())
         shape = catalog.find(self.name)
         return shape.id if shape is not None else self.name
 
@@ -180,8 +179,9 @@ def _from_config(name: str, kind: str, config: Path, trust_remote_code: bool, we
     folder = config.parent
     found = configs.from_values(name, configs.read(config), folder, trust_remote_code, weights)
     tokenizer = folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None
-    return ModelSource(name, kind, folder if weights else None, found.config, found.dtype, found.notes, tokenizer,
-                       found.full, trust_remote_code)
+    kind, place = (kind, folder) if weights else ("shape", None)
+    return ModelSource(name, kind, place, found.config, found.dtype, found.notes, tokenizer, found.full,
+                       trust_remote_code)
 
 
 def _gguf(name: str, kind: str, path: Path) -> ModelSource:
@@ -215,7 +215,7 @@ def _from_hub(name: str, hub: str, trust_remote_code: bool) -> ModelSource:
         raise _unknown(name)
     if shape is not None and not shape.native and not trust_remote_code:
         raise configs.needs_code(model_id, {"model_type": shape.model_type, "auto_map": True})
-    patterns = (*hubs.MODEL_FILES, *hubs.CODE_FILES)
+    patterns: tuple[str, ...] = (*hubs.MODEL_FILES, *hubs.CODE_FILES)
     if not trust_remote_code:
         patterns = hubs.MODEL_FILES
         # First its configuration alone: what cannot be trained is refused before gigabytes of weights are fetched.

@@ -51,23 +51,12 @@ class TextView:
 
 
 def meta_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The causal LM of ``config`` on the meta device: names and shapes, no memory.
-
-    Raises:
-        UserError: transformers has no causal LM class for this configuration.
-    """
+    """The causal LM of ``config`` on the meta device: names and shapes, no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise UserError(f"model type {config.model_type} cannot be trained as a language model",
-                        "transformers has no causal LM class for it",
-                        "choose a text model (fitune trains decoders that predict the next token)") from None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def tensor_names(model: Any) -> dict[str, tuple[int, ...]]:

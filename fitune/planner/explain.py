@@ -14,10 +14,19 @@ if TYPE_CHECKING:
 
 
 def reasons(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate]]) -> tuple[Reason, ...]:
-    """One reason per decision, in the order of the ladder. `rejected` are the formats tried before, with their least need."""
-    return (_method(context, plan), _base(context, plan, rejected), _precision(context, plan), _attention(plan),
-            _embedding(plan), _loss(plan), _packing(context, plan), _micro_batch(context, plan), _recompute(context, plan),
-            _optimizer(context, plan))  # fmt: skip
+    """One reason per decision, in the order of the ladder. `rejected`: formats tried before, with their least need."""
+    return (
+        _method(context, plan),
+        _base(context, plan, rejected),
+        _precision(context, plan),
+        _attention(plan),
+        _embedding(plan),
+        _loss(plan),
+        _packing(context, plan),
+        _micro_batch(context, plan),
+        _recompute(context, plan),
+        _optimizer(context, plan),
+    )
 
 
 def _asked(context: PlanContext, field: str) -> bool:

@@ -7,7 +7,7 @@ GPUs are rungs to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fitune.memory.replay import Peaks, StepTerms, peaks
@@ -57,63 +57,68 @@ def micro_batches(num_rows: int) -> list[int]:
     return sizes
 
 
-def fewest_recomputed(terms: StepTerms, limit_bytes: int) -> int | None:
-    """Fewest layers that must recompute for every phase to stay within the limit; None when even all do not do it."""
-    count = len(terms.kinds)
+@dataclass(frozen=True)
+class Search:
+    """One base format's candidates.
 
-    def fits(recompute_layers: int) -> bool:
-        p = peaks(terms, recompute_layers)
-        return max(p.load, p.first_step, p.step, p.eval, p.save) <= limit_bytes
+    Attributes:
+        terms_of: traces of the model at a micro-batch shape.
+        num_rows: most rows of an optimizer step; more than a micro-batch holds are accumulated.
+        width: tokens of the widest row.
+        chunk: loss chunk to start with; a smaller one is tried unless `fixed_chunk`.
+        micro_batch, recompute: fixed by the person when not None.
+    """
 
-    if not fits(count):
-        return None
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low
+    terms_of: TermsOf
+    num_rows: int
+    width: int
+    chunk: int
+    fixed_chunk: bool
+    micro_batch: int | None
+    recompute: int | None
 
+    def fitting(self, limit_bytes: int) -> list[Candidate]:
+        """Every micro-batch that fits, each with the fewest recomputed layers and the largest chunk."""
+        if self.smallest().peak_bytes > limit_bytes:
+            return []
+        found = []
+        for rows in [self.micro_batch] if self.micro_batch is not None else micro_batches(self.num_rows):
+            fits = (self._fit(rows, tokens, limit_bytes) for tokens in self._chunks())
+            best = next((candidate for candidate in fits if candidate is not None), None)
+            if best is not None:
+                found.append(best)
+        return found
 
-def candidates(
-    terms_of: TermsOf,
-    *,
-    num_rows: int,
-    width: int,
-    limit_bytes: int,
-    chunk: int,
-    fixed_chunk: bool,
-    micro_batch: int | None,
-    recompute: int | None,
-) -> Iterator[Candidate]:
-    """Every candidate that fits, for one base format. `recompute` and `micro_batch` are fixed when not None."""
-    for rows in [micro_batch] if micro_batch is not None else micro_batches(num_rows):
-        for tokens in chunks(chunk, fixed_chunk):
-            terms = terms_of(rows, width, tokens)
-            layers = recompute if recompute is not None else fewest_recomputed(terms, limit_bytes)
-            if layers is None:
-                continue
-            made = Candidate(
-                rows, layers, tokens, peaks(terms, layers), relative_cost(rows, width, layers, len(terms.kinds))
-            )
-            if made.peak_bytes <= limit_bytes:
-                yield made
-                break  # a smaller chunk saves memory only
+    def smallest(self) -> Candidate:
+        """The candidate with the lowest peak, whether it fits or not."""
+        rows = self.micro_batch or 1
+        options = []
+        for tokens in self._chunks():
+            layers = self.recompute
+            options.append(self._candidate(rows, len(self._kinds(rows, tokens)) if layers is None else layers, tokens))
+        return min(options, key=lambda c: c.peak_bytes)
 
+    def _fit(self, rows: int, tokens: int, limit_bytes: int) -> Candidate | None:
+        """The fewest recomputed layers with which every phase stays within the limit."""
+        if self.recompute is not None:
+            made = self._candidate(rows, self.recompute, tokens)
+            return made if made.peak_bytes <= limit_bytes else None
+        low, high = 0, len(self._kinds(rows, tokens))
+        if self._candidate(rows, high, tokens).peak_bytes > limit_bytes:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            fits = self._candidate(rows, middle, tokens).peak_bytes <= limit_bytes
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return self._candidate(rows, low, tokens)
 
-def smallest(
-    terms_of: TermsOf, *, width: int, chunk: int, fixed_chunk: bool, micro_batch: int | None, recompute: int | None
-) -> Candidate:
-    """The candidate with the lowest peak, whether it fits or not."""
-    rows = micro_batch or 1
-    options = []
-    for tokens in chunks(chunk, fixed_chunk):
-        terms = terms_of(rows, width, tokens)
-        layers = len(terms.kinds) if recompute is None else recompute
-        options.append(
-            Candidate(rows, layers, tokens, peaks(terms, layers), relative_cost(rows, width, layers, len(terms.kinds)))
-        )
-    return min(options, key=lambda c: c.peak_bytes)
+    def _candidate(self, rows: int, layers: int, tokens: int) -> Candidate:
+        terms = self.terms_of(rows, self.width, tokens)
+        reached = peaks(terms, layers, accumulates=rows < self.num_rows)
+        return Candidate(rows, layers, tokens, reached, relative_cost(rows, self.width, layers, len(terms.kinds)))
 
+    def _kinds(self, rows: int, tokens: int) -> tuple[str, ...]:
+        return self.terms_of(rows, self.width, tokens).kinds
 
-def chunks(chunk: int, fixed: bool) -> list[int]:
-    return [chunk] if fixed or chunk <= SMALLEST_CHUNK else [chunk, SMALLEST_CHUNK]
+    def _chunks(self) -> list[int]:
+        return [self.chunk] if self.fixed_chunk or self.chunk <= SMALLEST_CHUNK else [self.chunk, SMALLEST_CHUNK]

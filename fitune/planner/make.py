@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
@@ -82,12 +82,12 @@ def make_plan(
     tried: list[tuple[Plan, ladder.Candidate]] = []
     for base_format in base_formats(context):
         draft = _draft(context, base_format)
-        found = list(_fitting(context, draft))
+        found = search(context, draft).fitting(context.limit_bytes)
         if found:
             best = min(found, key=lambda c: (c.cost, -c.micro_batch))
             others = [(draft, c) for c in sorted(found, key=lambda c: c.cost) if c is not best]
             return _result(context, draft, best, others, tried, fits=True)
-        tried.append((draft, _smallest(context, draft)))
+        tried.append((draft, search(context, draft).smallest()))
     draft, least = min(tried, key=lambda pair: pair[1].peak_bytes)
     return _result(context, draft, least, [], tried, fits=False)
 
@@ -224,37 +224,40 @@ def attention_kernel(context: PlanContext, precision: str) -> tuple[str, bool]:
     """(kernel, whether packed rows are possible)."""
     from transformers import AutoModelForCausalLM
 
+    from fitune.model.attention import uses_interface
     from fitune.model.build import RECURRENT_LAYERS
 
     config = context.config
     recurrent = any(kind in RECURRENT_LAYERS for kind in getattr(config, "layer_types", None) or ())
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if model_class is None or not getattr(model_class, "_supports_attention_backend", False):
+    if model_class is None or not uses_interface(model_class):
         return "native", False
     if context.target.device == "cpu":
         return "cpu", not recurrent
     return ("flash" if context.target.flash and precision in ("bf16", "fp16") else "efficient"), not recurrent
 
 
-def _search(context: PlanContext, draft: Plan) -> dict[str, Any]:
-    """Arguments of the ladder for a draft."""
+def search(context: PlanContext, draft: Plan, **changes: Any) -> ladder.Search:
+    """The ladder for a draft; `changes` override its fields.
+
+    Raises:
+        UserError: more layers are to be recomputed than there are.
+    """
     recipe = context.recipe
-    recompute = recipe.recompute
-    fixed = (
-        {"auto": None, "none": 0, "all": draft.num_layers}.get(recompute, recompute)
-        if isinstance(recompute, str)
-        else recompute
-    )
+    words = {"auto": None, "none": 0, "all": draft.num_layers}
+    fixed = words[recipe.recompute] if isinstance(recipe.recompute, str) else recipe.recompute
     if fixed is not None and fixed > draft.num_layers:
         raise UserError(f"cannot recompute {fixed} layers", f"the model has {draft.num_layers}", "use --recompute all")
-    width = row_width(context, draft)
-    return dict(
-        width=width,
+    made = ladder.Search(
+        terms_of=context.tracer(draft).terms,
+        num_rows=num_rows(context, draft),
+        width=row_width(context, draft),
         chunk=draft.loss_chunk,
         fixed_chunk=recipe.loss_chunk is not None,
         micro_batch=recipe.micro_batch,
         recompute=fixed,
     )
+    return replace(made, **changes)
 
 
 def row_width(context: PlanContext, draft: Plan) -> int:
@@ -273,24 +276,11 @@ def num_rows(context: PlanContext, draft: Plan) -> int:
     return draft.batch
 
 
-def _fitting(context: PlanContext, draft: Plan) -> Any:
-    return ladder.candidates(
-        context.tracer(draft).terms,
-        num_rows=num_rows(context, draft),
-        limit_bytes=context.limit_bytes,
-        **_search(context, draft),
-    )
-
-
 def make_plan_within(context: PlanContext, settings: dict[str, Any]) -> ladder.Candidate | None:
-    """The best candidate of the same job with other settings on the same target, or None when it does not fit either."""
+    """The best candidate of the same job with other settings on the same target; None when none fits."""
     other = PlanContext(context.recipe.with_(**settings), context.target, context.config, context.data)
     draft = _draft(other, base_formats(other)[0])
-    return min(_fitting(other, draft), key=lambda c: c.cost, default=None)
-
-
-def _smallest(context: PlanContext, draft: Plan) -> ladder.Candidate:
-    return ladder.smallest(context.tracer(draft).terms, **_search(context, draft))
+    return min(search(other, draft).fitting(other.limit_bytes), key=lambda c: c.cost, default=None)
 
 
 def _finished(context: PlanContext, draft: Plan, chosen: ladder.Candidate) -> Plan:

@@ -39,20 +39,14 @@ def _quantised(context: PlanContext, draft: Plan) -> dict[str, Any] | None:
 
 def _shorter(context: PlanContext, draft: Plan) -> dict[str, Any] | None:
     """The longest sequence (a multiple of 128) at which one row fits."""
-    tracer = context.tracer(draft)
-    fixed = context.recipe.loss_chunk is not None
+    from fitune.planner import make
+
     best: ladder.Candidate | None = None
     low, high = 0, draft.seq_len // _SHORTEST - 1  # in units of _SHORTEST
     while low < high:
         middle = (low + high + 1) // 2
-        option = ladder.smallest(
-            tracer.terms,
-            width=middle * _SHORTEST,
-            chunk=draft.loss_chunk,
-            fixed_chunk=fixed,
-            micro_batch=1,
-            recompute=None,
-        )
+        width = middle * _SHORTEST
+        option = make.search(context, draft, width=width, micro_batch=1, recompute=None).smallest()
         if option.peak_bytes <= context.limit_bytes:
             low, best = middle, option
         else:
@@ -68,7 +62,7 @@ def _shorter(context: PlanContext, draft: Plan) -> dict[str, Any] | None:
 
 
 def _card(context: PlanContext, least: ladder.Candidate) -> dict[str, Any] | None:
-    """The smallest NVIDIA card of the catalog with enough memory (price and speed come with the search for hardware)."""
+    """The smallest NVIDIA card of the catalog with enough memory (prices come with the search for hardware)."""
     from fitune.catalog import gpus
 
     if context.target.device != "cuda":

@@ -1,7 +1,7 @@
 """Checkpoints of a run: trained parameters, optimizer state and position, without pickle, whole or absent.
 
-    checkpoints/step-00000040/state.safetensors   tensors by name
-    checkpoints/step-00000040/state.json          step, numbers, versions
+checkpoints/step-00000040/state.safetensors   tensors by name
+checkpoints/step-00000040/state.json          step, numbers, versions
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Checkpoint:
     values: dict[str, Any]
 
 
-def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], keep: int) -> tuple[Path, int]:
+def save(
+    folder: Path, step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], keep: int
+) -> tuple[Path, int]:
     """Write the checkpoint after `step` optimizer steps, then remove all but the newest `keep`.
 
     Returns:
@@ -59,8 +61,8 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def load_latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint, or None when there is none.
+def load_latest(folder: Path, *, with_tensors: bool = True) -> Checkpoint | None:
+    """The newest checkpoint (its numbers alone without `with_tensors`), or None when there is none.
 
     Raises:
         UserError: it is damaged (the way back to an earlier one is named).
@@ -75,9 +77,15 @@ def load_latest(folder: Path) -> Checkpoint | None:
     try:
         content = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
-            raise UserError(f"cannot resume from {path}", f"its format is {content['format']}, this fitune reads {_FORMAT}",
-                            "resume with the fitune that wrote it")
-        return Checkpoint(content["step"], load_file(path / "state.safetensors"), content["values"])
+            raise UserError(
+                f"cannot resume from {path}",
+                f"its format is {content['format']}, this fitune reads {_FORMAT}",
+                "resume with the fitune that wrote it",
+            )
+        tensors = load_file(path / "state.safetensors") if with_tensors else {}
+        return Checkpoint(content["step"], tensors, content["values"])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        earlier = f"remove that folder to go back to step {found[-2]}" if len(found) > 1 else "remove that folder to start over"
-        raise UserError(f"cannot resume from {path}", f"it is damaged ({error})", earlier) from None
+        back = f"go back to step {found[-2]}" if len(found) > 1 else "start over"
+        raise UserError(
+            f"cannot resume from {path}", f"it is damaged ({error})", f"remove that folder to {back}"
+        ) from None

@@ -23,6 +23,7 @@ from fitune.recipe import QUANTISED_FORMATS
 from fitune.train.events import END_STATUSES, is_being_written, read_events
 
 RUNS = Path("runs")
+_WORK = ("start", "step", "eval", "checkpoint", "end")
 _OURS = ("recipe.yaml", "plan.json", "events.jsonl", "checkpoints", "adapter", "model", "report.html")
 
 
@@ -211,18 +212,28 @@ def list_runs(root: Path = RUNS) -> list[RunInfo]:
 
 
 def run_status(events: list[dict[str, Any]], is_alive: bool) -> str:
-    """The status of the newest start among `events`; see `RunInfo`."""
+    """How the newest session among `events` ended, or that it goes on; see `RunInfo`.
+
+    Args:
+        is_alive: a process holds the event log. It may be reading its data before it writes a `start`, and it still
+            holds the log when it writes the report after its `end`.
+    """
+    if is_alive and not (events and events[-1].get("event") == "end"):
+        return "running"
     for event in reversed(events):
         if event.get("event") == "end":
             status = event.get("status")
             return str(status) if status in END_STATUSES else "failed"
         if event.get("event") == "start":
-            return "running" if is_alive else "killed"
-    return "running" if is_alive else "planned"
+            return "killed"
+    return "planned"
 
 
 def working_time(events: list[dict[str, Any]]) -> float | None:
-    """Seconds from each start to the last event before the next one, added up; None without a start."""
+    """Seconds from each start to the last work before the next one, added up; None without a start.
+
+    A resumed session tells of its data before it starts: those events end no session.
+    """
     total_s, begin, last = 0.0, None, None
     for event in events:
         moment = number(event.get("time"))
@@ -232,7 +243,8 @@ def working_time(events: list[dict[str, Any]]) -> float | None:
             if begin is not None and last is not None:
                 total_s += max(last - begin, 0.0)
             begin = moment
-        last = moment
+        if event.get("event") in _WORK:
+            last = moment
     return None if begin is None or last is None else total_s + max(last - begin, 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 
 from fitune.model.build import Built
+from fitune.model.experts import PackedExperts
 
 
 @contextmanager
 def generating(built: Built) -> Iterator[None]:
-    """Ready the layers for plain forward calls: no document boundaries, no dropout, fused experts unpacked per layer."""
+    """Ready the layers for plain forward calls: no document boundaries or dropout, fused experts unpacked per layer."""
     context = built.context
     before = context.token_keys, context.doc_lengths, context.cu_seqlens
     context.token_keys = context.doc_lengths = context.cu_seqlens = None
@@ -22,9 +24,8 @@ def generating(built: Built) -> Iterator[None]:
         experts = built.experts_of(index)
         if experts:
             stack = ExitStack()
-            enter = lambda *_, s=stack, e=experts: [s.enter_context(x.unpacked(built.compute_dtype)) for x in e] and None  # noqa: E731
-            leave = lambda *_, s=stack: s.close()  # noqa: E731
-            handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+            handles.append(layer.register_forward_pre_hook(functools.partial(_unpack, built, experts, stack)))
+            handles.append(layer.register_forward_hook(functools.partial(_close, stack)))
     try:
         with torch.no_grad():
             yield
@@ -34,6 +35,15 @@ def generating(built: Built) -> Iterator[None]:
         context.token_keys, context.doc_lengths, context.cu_seqlens = before
 
 
+def _unpack(built: Built, experts: list[PackedExperts], stack: ExitStack, *hook: Any) -> None:
+    for packed in experts:
+        stack.enter_context(packed.unpacked(built.compute_dtype))
+
+
+def _close(stack: ExitStack, *hook: Any) -> None:
+    stack.close()
+
+
 def answer(built: Built, tokenizer: Any, prompt_ids: list[int], *, max_tokens: int) -> str:
     """Greedy continuation of `prompt_ids`, decoded without special tokens; deterministic."""
     from transformers import GenerationConfig
@@ -41,8 +51,9 @@ def answer(built: Built, tokenizer: Any, prompt_ids: list[int], *, max_tokens: i
     stops = {built.model.generation_config.eos_token_id, tokenizer.eos_token_id, built.model.config.eos_token_id}
     flat = {i for s in stops for i in (s if isinstance(s, list) else [s]) if i is not None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(flat), 0)
-    config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(flat) or None,
-                              pad_token_id=pad, use_cache=True)
+    config = GenerationConfig(
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(flat) or None, pad_token_id=pad, use_cache=True
+    )
     ids = torch.tensor([prompt_ids], device=built.device)
     with generating(built):
         out = built.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)

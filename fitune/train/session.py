@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fitune.errors import EXIT_DOES_NOT_FIT, UserError
 from fitune.plan import Plan
 from fitune.recipe import Recipe
+from fitune.train.device import prepare
 from fitune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,22 +34,54 @@ class Session:
     data: DataSet
 
 
+def check_machine(recipe: Recipe) -> None:
+    """Raises UserError when the installed torch cannot use this machine's card, unless the CPU was asked for."""
+    from fitune import hardware
+
+    if (recipe.devices or "").strip().lower() != "cpu":
+        hardware.check_torch_matches(hardware.probe(), hardware.torch_build())
+
+
 def open_session(recipe: Recipe, date: datetime.date | None = None) -> Session:
     """Find the model, read and tokenise the data. No weights are read yet.
 
+    Args:
+        date: what a chat template that writes today's date writes (a resumed run: the day it was started on).
+
     Raises:
-        UserError: see `fitune.model.source.resolve` and `fitune.data.load_dataset`.
+        UserError: see `fitune.model.source.resolve` and `fitune.data.load_dataset`; or `--gpu` was given.
     """
     from fitune.data.dataset import load_dataset
+    from fitune.data.readers import check_there
     from fitune.model.build import with_rope_scaling
     from fitune.model.source import resolve
 
-    source = resolve(recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=True, seed=recipe.seed)
+    if recipe.gpu is not None:
+        raise UserError(
+            "--gpu is for planning",
+            "training runs on this machine's own devices",
+            "use `fitune plan` with --gpu; for training use --vram to stay below a limit",
+        )
+    for file in (recipe.data, recipe.eval_data):
+        if file is not None:
+            check_there(file)  # before a model's gigabytes are downloaded
+    source = resolve(
+        recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=True, seed=recipe.seed
+    )
     tokenizer = source.tokenizer()
     assert recipe.data is not None
-    data = load_dataset(recipe.data, tokenizer, eval_data=recipe.eval_data, eval_share=recipe.eval_share,
-                        columns=recipe.columns, seq_len=recipe.seq_len, loss_on=recipe.loss_on, seed=recipe.seed,
-                        hub=recipe.hub, date=date)
+    data = load_dataset(
+        recipe.data,
+        tokenizer,
+        eval_data=recipe.eval_data,
+        eval_share=recipe.eval_share,
+        columns=recipe.columns,
+        seq_len=recipe.seq_len,
+        loss_on=recipe.loss_on,
+        seed=recipe.seed,
+        hub=recipe.hub,
+        date=date,
+    )
     return Session(recipe, source, with_rope_scaling(source.config, recipe.rope_scaling), tokenizer, data)
 
 
@@ -56,19 +89,13 @@ def plan_session(session: Session) -> PlanResult:
     """The plan for this model and this data on this machine.
 
     Raises:
-        UserError: a card this machine does not have was asked for, or torch does not match the card.
+        UserError: a card this machine does not have was asked for, or settings that cannot run on the device.
     """
     from fitune import hardware
     from fitune.data.batches import packing_gain
     from fitune.planner import DataFacts, make_plan
 
     recipe = session.recipe
-    if recipe.gpu is not None:
-        raise UserError("--gpu is for planning", "training runs on this machine's own devices",
-                        "use `fitune plan` with --gpu; for training use --vram to stay below a limit")
-    machine = hardware.probe()
-    if (recipe.devices or "").strip().lower() != "cpu":
-        hardware.check_torch_matches(machine, hardware.torch_build())
     lengths = [len(r) for r in session.data.train]
     everything = lengths + [len(r) for r in session.data.eval]
     facts = DataFacts(
@@ -76,7 +103,21 @@ def plan_session(session: Session) -> PlanResult:
         packing_gain=packing_gain(session.data.train, recipe.batch, recipe.seq_len),
         most_step_tokens=sum(sorted(lengths)[-recipe.batch :]),
     )
-    return make_plan(recipe, machine, config=session.config, data=facts)
+    result = make_plan(recipe, hardware.probe(), config=session.config, data=facts)
+    check_optimizer(result.plan.optimizer, result.plan.device)  # before the run folder is made
+    return result
+
+
+def check_optimizer(name: str, device: str) -> None:
+    """Raises UserError when this optimizer does not run on this kind of device."""
+    from fitune.engine.optimizers import NEEDS_CUDA
+
+    if name in NEEDS_CUDA and device != "cuda":
+        raise UserError(
+            f"optimizer {name} cannot run here",
+            "paged state needs an NVIDIA GPU's unified memory",
+            "use --optimizer adamw or adamw8bit",
+        )
 
 
 def require_fit(result: PlanResult) -> Plan:
@@ -86,8 +127,12 @@ def require_fit(result: PlanResult) -> Plan:
     needed = result.predicted["peak_allocated_bytes"]
     fix = "; ".join(entry["change"] for entry in result.nearest_fits) or "use a card with more memory"
     budget = format_bytes(result.plan.budget_bytes or 0)
-    raise UserError(f"{result.plan.model} does not fit on {result.plan.device_name}",
-                    f"the smallest plan needs {format_bytes(needed)} of tensors, the budget is {budget}", fix, EXIT_DOES_NOT_FIT)
+    raise UserError(
+        f"{result.plan.model} does not fit on {result.plan.device_name}",
+        f"the smallest plan needs {format_bytes(needed)} of tensors, the budget is {budget}",
+        fix,
+        EXIT_DOES_NOT_FIT,
+    )
 
 
 def load_model(session: Session, plan: Plan, on_weight: Callable[[str], None]) -> Built:
@@ -103,6 +148,7 @@ def load_model(session: Session, plan: Plan, on_weight: Callable[[str], None]) -
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise UserError("this run was planned for a GPU", "torch sees none now", "start a new run with --devices cpu")
     device = plan_device(session.recipe, plan)
+    notes = prepare(plan, device.index or 0)
     built = build(session.config, plan, device)
     on_device = device if session.source.kind == "random" and device.type == "cuda" else "cpu"
     weights = session.source.iter_weights(set(wanted_weights(built)), device=on_device)
@@ -112,6 +158,7 @@ def load_model(session: Session, plan: Plan, on_weight: Callable[[str], None]) -
             on_weight(name)
             yield name, tensor
 
+    built.notes += notes
     fill(built, announced(), plan)
     add_adapter(built, plan)
     return built

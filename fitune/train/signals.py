@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -9,6 +11,7 @@ from types import FrameType, TracebackType
 from fitune.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 
 EXIT_CODES = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
+_HEARD = b"\nstopping: this step is finished and saved first (Ctrl-C again stops at once)\n"
 
 
 class Stopped(Exception):
@@ -22,7 +25,8 @@ class Stopped(Exception):
 class StopSignals:
     """While entered, notes the first SIGINT or SIGTERM in `requested`; the second one acts as it always does.
 
-    Outside the main thread nothing is installed (Python delivers signals there only).
+    Outside the main thread nothing is installed (Python delivers signals there only), and a signal that the process was
+    told to ignore (`nohup`, a background job of a shell) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -32,7 +36,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -46,6 +51,8 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = "interrupted" if number == signal.SIGINT else "terminated"
         self._restore()
+        with contextlib.suppress(OSError):  # past Python's buffers: the handler may run in the middle of a print
+            os.write(2, _HEARD)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

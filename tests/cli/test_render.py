@@ -87,6 +87,8 @@ EVENTS = [
         "lengths": {"records": 348, "tokens": 40_000, "median": 120, "p95": 300, "longest": 1412, "longest_record": 7},
         "dropped": {"no answer": 2}, "truncated": 1,
     },
+    {"event": "phase", "phase": "load", "peak_allocated_bytes": 312 * MIB, "host_bytes": 2 * GIB},
+    {"event": "phase", "phase": "eval", "peak_allocated_bytes": 312 * MIB, "host_bytes": 2 * GIB},
     {"event": "eval", "step": 0, "eval_loss": 2.5, "by_language": {"en": 2.0, "zh": None}},
     {
         "event": "step", "step": 1, "loss": 2.25, "tokens_per_s": 1000.4, "step_s": 10.0,
@@ -118,6 +120,7 @@ def test_run_without_a_terminal():
         "lengths: 348 records, 40,000 tokens, median 120, 95 % within 300, longest 1,412, in row 7",
         "left out: 2 (no answer)",
         "cut at the sequence length: 1",
+        "model loaded: 312 MiB, host RAM 2.00 GiB",
         "evaluation at step 0: loss 2.5000 (en 2.0000, zh not a number)",
         "step 1/4  loss 2.2500  1,000 tokens/s  312 MiB  30.0 s left",
         "step 2/4  loss not a number  20.0 s left",

@@ -18,7 +18,9 @@ def test_greedy_generation_equals_transformers(name):
     fill(built, model.state_dict().items(), plan)
     add_adapter(built, plan)
     prompt = torch.randint(3, 256, (1, 20), generator=torch.Generator().manual_seed(1))
-    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(prompt))
+    options = dict(
+        max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(prompt)
+    )
     expected = model.generate(prompt, **options)
     with generating(built):
         ours = built.model.generate(prompt, use_cache=True, **options)

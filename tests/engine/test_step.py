@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fitune.engine.engine import Engine
+from fitune.model.attention import uses_interface
 from fitune.model.build import add_adapter, build, fill
 from tests import tiny
 
@@ -25,7 +26,8 @@ def plain_gradients(model, recs):
 
 
 def engine_for(model, **changes):
-    plan = tiny.make_plan(num_layers=model.config.num_hidden_layers, **changes)
+    kernel = "cpu" if uses_interface(type(model)) else "native"
+    plan = tiny.make_plan(num_layers=model.config.num_hidden_layers, attention=kernel, **changes)
     built = build(model.config, plan, "cpu")
     fill(built, model.state_dict().items(), plan)
     add_adapter(built, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import gguf
@@ -67,6 +68,7 @@ def _tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3] + [1] * (VOCAB - 2))
+    writer.add_token_scores([0.0] * VOCAB)  # read for Gemma only
     writer.add_token_merges(["h e", "l l"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
@@ -132,12 +134,15 @@ def test_experts_of_another_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_converted_once_and_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "moved").mkdir()
     path = write(tmp_path / "tiny.gguf", "llama", QUANTISED[1])
     first = dict(resolve(str(path)).iter_weights())
     convert = ours._convert
     calls: list[Path] = []
     monkeypatch.setattr(ours, "_convert", lambda *at: (calls.append(at[0]), convert(*at)))
     assert resolve(str(path)).weight_names() == list(first) and not calls
+    shutil.copyfile(path, tmp_path / "moved" / path.name)
+    assert resolve(str(tmp_path / "moved" / path.name)).weight_names() == list(first) and not calls
     write(path, "llama", QUANTISED[1], seed=1)
     second = dict(resolve(str(path)).iter_weights())
     assert len(calls) == 1

@@ -65,10 +65,11 @@ def test_experts_are_stored_one_by_one_and_fused_on_the_way(tmp_path: Path) -> N
     make(tmp_path, "mixtral")
     stored = checkpoint.open_folder(tmp_path)
     assert any("experts.3.w1" in name for name in stored)
-    fused = dict(sources.resolve(str(tmp_path)).iter_weights({"model.layers.1.mlp.experts.gate_up_proj"}))
-    assert {name: tuple(t.shape) for name, t in fused.items()} == {"model.layers.1.mlp.experts.gate_up_proj": (4, 96, 32)}
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    fused = dict(sources.resolve(str(tmp_path)).iter_weights({name}))
+    assert {name: tuple(t.shape) for name, t in fused.items()} == {name: (4, 96, 32)}
     one = [stored[n] for n in stored if "layers.1." in n and "experts.2.w1" in n][0].read()
-    assert torch.equal(fused["model.layers.1.mlp.experts.gate_up_proj"][2, :48], one)
+    assert torch.equal(fused[name][2, :48], one)
 
 
 def test_layers_come_together_in_order(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_mxfp4_is_dequantised_exactly(tmp_path: Path) -> None:
         assert torch.equal(got[name], tensor.to(torch.bfloat16)), name
 
 
-# ---- bad input --------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 def change(folder: Path, edit) -> Path:
@@ -192,7 +193,7 @@ def change(folder: Path, edit) -> Path:
 @pytest.mark.parametrize("edit, message", [
     (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight"),
     (lambda t: t.update({"score.weight": torch.zeros(1, 32)}), r"1 unexpected: score\.weight"),
-    (lambda t: t.update({"model.norm.weight": torch.zeros(33)}), r"wrong shape: model\.norm\.weight is \[33\], expected \[32\]"),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(33)}), r"shape: model.norm.weight is .33., expected .32."),
 ])
 def test_tensors_that_do_not_match(tmp_path: Path, edit, message: str) -> None:
     make(tmp_path, "llama", shard="1GB")

@@ -138,15 +138,19 @@ def test_status_says_how_a_run_ended(tmp_path: Path) -> None:
     assert (killed.info().status, killed.info().steps_done, killed.info().steps_total) == ("killed", 7, 20)
     with EventLog(killed.events_path) as log:
         assert killed.info().status == "running"
+        log.write("end", status="interrupted", step=7)
+        log.write("data", layout="alpaca")  # of the next session, which has not started yet
+        assert killed.info().status == "running"
         log.write("start", steps=20, resumed_from=6)
         log.write("end", status="done", step=20)
-    assert killed.info().status == "done"
+        assert killed.info().status == "done"  # the report is written while the log is still open
     assert run_status([{"event": "end", "status": "done"}, {"event": "start"}], is_alive=False) == "killed"
 
 
 def test_pauses_between_sessions_are_no_working_time() -> None:
     events = [
         {"event": "start", "time": 100.0}, {"event": "step", "time": 110.0},
+        {"event": "data", "time": 4900.0}, {"event": "phase", "time": 4990.0},
         {"event": "start", "time": 5000.0}, {"event": "end", "time": 5003.5},
     ]  # fmt: skip
     assert working_time(events) == 13.5

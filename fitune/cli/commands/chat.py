@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fitune.cli.output import json_option, print_json
+from fitune.cli.output import json_option, print_error, print_json
 from fitune.errors import EXIT_DONE, UserError
 
 
@@ -31,12 +31,17 @@ def command(run: str, prompt: str | None, max_tokens: int, as_json: bool) -> int
         else:
             click.echo(answer)
         return EXIT_DONE
-    while True:
+    while line := _next_line():
         try:
-            line = input("> ").strip()
-        except EOFError:
-            break
-        if not line:
-            break
-        click.echo(chat.answer(line))
+            click.echo(chat.answer(line))
+        except UserError as error:  # one question that cannot be answered does not end the conversation
+            print_error(error)
     return EXIT_DONE
+
+
+def _next_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        click.echo()
+        return ""

@@ -1,0 +1,303 @@
+"""Measure training steps of true model shapes on this GPU and record them beside their predictions.
+
+    python benchmarks/gpu_records.py CASE [CASE ...] --out benchmarks/results/NAME.json
+    python benchmarks/gpu_records.py --list
+
+Weights are random (seeded, made on the GPU): right for memory and speed, not for loss. Every case runs in its own
+forked process, so that its peaks are its own. A record holds what DESIGN's contract asks: the job, the plan, predicted and
+measured peaks per phase, versions and date. Cases that are in the output file already are passed over (use --again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GIB = 1024**3
+LLAMA = "random:meta-llama/Llama-3.1-8B"
+_ALL = dict(recompute="all")
+CASES: dict[str, dict[str, Any]] = {
+    "8b-nf4-1x2048": dict(model=LLAMA, method="qlora", batch=1, seq_len=2048, **_ALL),
+    "8b-nf4-4x512": dict(model=LLAMA, method="qlora", batch=4, seq_len=512, **_ALL),
+    "8b-nf4-4x2048": dict(model=LLAMA, method="qlora", batch=4, seq_len=2048, **_ALL),
+    "8b-nf4-1x2048-keep": dict(model=LLAMA, method="qlora", batch=1, seq_len=2048, recompute="none"),
+    "8b-nf4-4x2048-keep16": dict(model=LLAMA, method="qlora", batch=4, seq_len=2048, recompute="16"),
+    "8b-nf4-2x2048-by-1": dict(model=LLAMA, method="qlora", batch=2, micro_batch=1, seq_len=2048, **_ALL),
+    "8b-bf16-1x2048": dict(model=LLAMA, method="lora", batch=1, seq_len=2048, **_ALL),
+    "8b-bf16-4x2048": dict(model=LLAMA, method="lora", batch=4, seq_len=2048, **_ALL),
+    "8b-bf16-4x512-keep": dict(model=LLAMA, method="lora", batch=4, seq_len=512, recompute="none"),
+    "8b-int8-1x2048": dict(model=LLAMA, method="qlora", base_format="int8", batch=1, seq_len=2048, **_ALL),
+    "8b-fp4-1x2048-8bit": dict(
+        model=LLAMA, method="qlora", base_format="fp4", double_quant=False, batch=1, seq_len=2048, optimizer="adamw8bit",
+        **_ALL,
+    ),
+    "llama2-7b-10gib-bf16": dict(recipe="examples/qlora-7b-10gb.yaml", cap_gib=10),
+    "llama2-7b-10gib-fp16": dict(recipe="examples/qlora-7b-10gb.yaml", cap_gib=10, precision="fp16"),
+    "qwen3-0.6b-full-4x1024": dict(model="random:Qwen/Qwen3-0.6B", method="full", batch=4, seq_len=1024),
+    "gemma2-2b-lora-2x1024": dict(model="random:google/gemma-2-2b", method="lora", batch=2, seq_len=1024, **_ALL),
+    "gemma3-1b-lora-2x2048": dict(model="random:google/gemma-3-1b-it", method="lora", batch=2, seq_len=2048, **_ALL),
+    "qwen2.5-7b-nf4-2x1024-dropout": dict(
+        model="random:Qwen/Qwen2.5-7B", method="qlora", batch=2, seq_len=1024, lora_dropout=0.05, **_ALL
+    ),
+    "qwen3-30b-a3b-nf4-1x2048": dict(
+        model="random:Qwen/Qwen3-30B-A3B", method="qlora", batch=1, seq_len=2048, **_ALL
+    ),
+    "mistral-7b-nf4-1x8192": dict(
+        model="random:mistralai/Mistral-7B-v0.3", method="qlora", batch=1, seq_len=8192, **_ALL
+    ),
+    "phi4-nf4-1x2048": dict(model="random:microsoft/phi-4", method="qlora", batch=1, seq_len=2048, **_ALL),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu.json"))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(["overheads", *CASES]))
+        return
+    import torch  # imported once, before the forks (not bitsandbytes, which starts CUDA when it is imported)
+    import transformers  # noqa: F401
+
+    import fitune.engine.engine
+    import fitune.memory.trace  # noqa: F401
+
+    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA once its parent does"
+    records = json.loads(args.out.read_text()) if args.out.exists() else []
+    for name in args.cases or ["overheads", *CASES]:
+        if any(r["name"] == name for r in records) and not args.again:
+            continue
+        started = time.time()
+        record = _forked(name, args.steps)
+        records = [r for r in records if r["name"] != name] + [record]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        print(_row(record), f"[{time.time() - started:.0f} s]", flush=True)
+
+
+def _forked(name: str, steps: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(name, steps, send))
+    worker.start()
+    send.close()
+    try:
+        return receive.recv()
+    except EOFError:
+        return {"name": name, "error": f"the process died (exit code {worker.exitcode})"}
+    finally:
+        worker.join()
+
+
+def _work(name: str, steps: int, send: Any) -> None:
+    try:
+        if name.startswith("profile:"):
+            send.send(profile(name.removeprefix("profile:")))
+        else:
+            send.send(overheads() if name == "overheads" else measure(name, steps))
+    except Exception as error:  # noqa: BLE001  (a failed case is recorded, and the next one runs)
+        send.send(
+            {"name": name, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-3000:]}
+        )
+
+
+def _header(name: str) -> dict[str, Any]:
+    import bitsandbytes
+    import torch
+    import transformers
+
+    import fitune
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": name,
+        "gpu": {"name": properties.name, "total_bytes": properties.total_memory,
+                "compute_capability": f"{properties.major}.{properties.minor}"},
+        "versions": {"fitune": fitune.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+                     "bitsandbytes": bitsandbytes.__version__},
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def overheads() -> dict[str, Any]:
+    """What a process holds besides tensors: driver context and kernels, cuBLAS workspaces."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    context_first = total - free - torch.cuda.memory_reserved()
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    result = a @ a
+    torch.nn.functional.linear(a, a, a[0])
+    torch.addmm(result, a[:, :16].contiguous(), a[:16].contiguous())
+    torch.cuda.synchronize()
+    workspace = torch.cuda.memory_allocated() - before - result.untyped_storage().nbytes()
+    free, total = torch.cuda.mem_get_info()
+    return {**_header("overheads"), "context_at_start_bytes": context_first, "workspace_bytes": workspace,
+            "context_bytes": total - free - torch.cuda.memory_reserved()}  # fmt: skip
+
+
+def measure(name: str, steps: int) -> dict[str, Any]:
+    """One case: plan, load, train a few steps, evaluate."""
+    import torch
+
+    from fitune import recipe as recipes
+    from fitune.memory.constants import overheads as overheads_of
+    from fitune.planner import make_plan
+    from fitune.train.device import prepare
+    from fitune.train.measure import Meter
+
+    case = dict(CASES[name])
+    cap_gib = case.pop("cap_gib", None)
+    file = case.pop("recipe", None)
+    values = recipes.load(Path(file)) if file else {}
+    if file:
+        values["model"] = f"random:{values['model']}"
+    recipe = recipes.build(values | case | ({"vram": cap_gib} if cap_gib else {}))
+    outside = max(_context_bytes(), overheads_of("cuda", torch.cuda.get_device_capability(0)).context_bytes)
+    result = make_plan(recipe)
+    prepare(result.plan, 0)
+    if cap_gib:  # the cap is the driver's: what this process holds outside torch's allocator is taken off
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((cap_gib * GIB - outside) / total)
+    meter = Meter("cuda")
+    meter.reset()
+    engine = _engine(recipe, result.plan)
+    phases = {"load": meter.peaks()}
+    seconds = []
+    for step in range(steps):
+        batches = _batches(recipe, result.plan, step, engine.built.model.config.vocab_size)
+        meter.reset()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        outcome = engine.step(batches, step=step, lr=1e-4)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        phases["first_step" if step == 0 else "step"] = meter.peaks()
+    meter.reset()
+    engine.evaluate(_batches(recipe, result.plan, 0, engine.built.model.config.vocab_size))
+    phases["eval"] = meter.peaks()
+    step_s = float(np.median(seconds[2:]))
+    top = {key: max(p[key] for p in phases.values()) for key in next(iter(phases.values()))}
+    plan = result.plan
+    return {
+        **_header(name),
+        "model": plan.model,
+        "job": {"batch": plan.batch, "micro_batch": plan.micro_batch, "seq_len": plan.seq_len,
+                "num_layers": plan.num_layers, "lora_r": plan.adapter.r if plan.adapter else None,
+                "lora_targets": list(plan.adapter.targets) if plan.adapter else None},
+        "recipe": recipe.as_dict(),
+        "plan": plan.with_(predicted={}, reasons=()).as_dict(),
+        "fits": result.fits,
+        "cap_bytes": int(cap_gib * GIB) if cap_gib else None,
+        "predicted": result.predicted,
+        "measured": {**top, "step_s": step_s, "tokens_per_s": plan.batch * plan.seq_len / step_s, "loss": outcome.loss,
+                     "phases": phases},
+    }  # fmt: skip
+
+
+def _context_bytes() -> int:
+    import torch
+
+    a = torch.randn(256, 256, device="cuda")
+    (a @ a).sum().item()
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    del a
+    torch.cuda.empty_cache()
+    return outside
+
+
+def profile(name: str) -> dict[str, Any]:
+    """Where the time of one step goes: GPU-busy seconds against wall seconds, and the costliest kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from fitune import recipe as recipes
+    from fitune.planner import make_plan
+    from fitune.train.device import prepare
+
+    recipe = recipes.build(dict(CASES[name]))
+    plan = make_plan(recipe).plan
+    prepare(plan, 0)
+    engine = _engine(recipe, plan)
+    batches = _batches(recipe, plan, 0, engine.built.model.config.vocab_size)
+    for step in range(3):
+        engine.step(batches, step=step, lr=1e-4)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    engine.step(batches, step=3, lr=1e-4)
+    torch.cuda.synchronize()
+    wall_s = time.perf_counter() - started
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        engine.step(batches, step=4, lr=1e-4)
+        torch.cuda.synchronize()
+    rows = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+    rows.sort(key=lambda e: -e.self_device_time_total)
+    print(f"{name}: wall {wall_s:.3f} s, GPU busy {sum(e.self_device_time_total for e in rows) / 1e6:.3f} s, "
+          f"{sum(e.count for e in rows if 'Memcpy' not in e.key)} kernels")  # fmt: skip
+    for e in rows[:24]:
+        print(f"  {e.self_device_time_total / 1e3:8.1f} ms {e.count:6d}  {e.key[:110]}")
+    return {**_header(f"profile {name}"), "wall_s": wall_s, "busy_s": sum(e.self_device_time_total for e in rows) / 1e6}
+
+
+def _engine(recipe: Any, plan: Any) -> Any:
+    import torch
+
+    from fitune.engine.engine import Engine
+    from fitune.model.build import add_adapter, build, fill, wanted_weights
+    from fitune.model.source import resolve
+
+    source = resolve(recipe.model, weights=True)
+    built = build(source.config, plan, "cuda")
+    fill(built, source.iter_weights(set(wanted_weights(built)), device=torch.device("cuda")), plan)
+    add_adapter(built, plan)
+    return Engine(built, plan)
+
+
+def _batches(recipe: Any, plan: Any, step: int, vocab_size: int) -> list[Any]:
+    """Full rows of random tokens, every one with a target but the last of its row."""
+    from fitune.data.batches import step_batches
+    from fitune.data.records import Record
+
+    rng = np.random.default_rng(step)
+    records = []
+    for index in range(plan.batch):
+        ids = rng.integers(5, min(vocab_size, 32_000), plan.seq_len).astype(np.int32)
+        records.append(Record(index, ids, ids.copy()))
+    return step_batches(records, micro_batch=plan.micro_batch, packing=False, seq_len=plan.seq_len, pad_id=0)
+
+
+def _row(record: dict[str, Any]) -> str:
+    if "error" in record:
+        return f"{record['name']:32} ERROR {record['error'][:300]}\n{record.get('traceback', '')[-1500:]}"
+    if "wall_s" in record:
+        return f"{record['name']}: wall {record['wall_s']:.3f} s, GPU busy {record['busy_s']:.3f} s"
+    if record["name"] == "overheads":
+        context, workspace = record["context_bytes"] / 2**20, record["workspace_bytes"] / 2**20
+        return f"overheads: context {context:.0f} MiB, workspace {workspace:.1f} MiB"
+    measured, cells = record["measured"], []
+    for phase, fields in measured["phases"].items():
+        predicted = record["predicted"]["phases"][phase]["peak_allocated_bytes"]
+        actual = fields["peak_allocated_bytes"]
+        cells.append(f"{phase} {actual / GIB:.3f} ({predicted / GIB:.3f}, {(predicted / actual - 1) * 100:+.2f} %)")
+    reserved, device = measured["peak_reserved_bytes"] / GIB, measured["device_bytes"] / GIB
+    speed = f"{measured['tokens_per_s']:8.0f} tok/s  reserved {reserved:.2f} device {device:.2f}"
+    return f"{record['name']:30} {speed}  " + "  ".join(cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Attention kernels against a plain fp32 reference with an explicit mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fitune.model.attention import attention_forward
+from fitune.model.linear import StepContext
+
+
+class _Module:
+    def __init__(self, context):
+        self.fitune_context = context
+
+
+def reference(q, k, v, scale, documents, window, softcap, sinks):
+    """Plain attention in fp64 with a mask: [B, H, T, D] in, [B, T, H, D] out."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    rows, tokens = q.shape[0], q.shape[2]
+    at = torch.arange(tokens, device=q.device)
+    allowed = at[None, :] <= at[:, None]
+    if window:
+        allowed = allowed & (at[None, :] > at[:, None] - window)
+    allowed = allowed.expand(rows, tokens, tokens).clone()
+    if documents is not None:
+        for row, lengths in enumerate(documents):
+            owner = torch.repeat_interleave(
+                torch.arange(len(lengths) + 1, device=q.device),
+                torch.tensor([*lengths, tokens - sum(lengths)], device=q.device),
+            )
+            allowed[row] &= owner[:, None] == owner[None, :]
+    scores = scores.masked_fill(~allowed[:, None], float("-inf"))
+    if sinks is not None:
+        sink = sinks.double().view(1, -1, 1, 1).expand(rows, -1, tokens, 1)
+        probs = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+    else:
+        probs = torch.softmax(scores, -1)
+    return (probs @ v).transpose(1, 2)
+
+
+CASES = {
+    "causal": {},
+    "grouped heads": dict(heads=8, kv_heads=2),
+    "packed": dict(documents=((30, 20, 9), (64,))),
+    "window": dict(window=16),
+    "window, packed": dict(window=16, documents=((40, 20), (30, 30))),
+    "soft-capped": dict(softcap=5.0),
+    "sinks": dict(sinks=True, window=16),
+    "value size differs": dict(value_dim=32),
+    "long": dict(tokens=700, documents=((300, 350), (700,))),
+}
+
+
+def run_case(
+    kernel,
+    dtype,
+    device,
+    *,
+    heads=4,
+    kv_heads=4,
+    tokens=64,
+    dim=16,
+    value_dim=None,
+    documents=None,
+    window=None,
+    softcap=None,
+    sinks=False,
+):
+    torch.manual_seed(0)
+    make = lambda h, d: torch.randn(2, h, tokens, d, device=device).to(dtype).requires_grad_()  # noqa: E731
+    q, k, v = make(heads, dim), make(kv_heads, dim), make(kv_heads, value_dim or dim)
+    sink = torch.randn(heads, device=device).to(dtype).requires_grad_() if sinks else None
+    context = StepContext(attention=kernel, doc_lengths=documents)
+    if documents is not None and device == "cuda":
+        bounds = [0]
+        for lengths in documents:
+            for length in [*lengths, tokens - sum(lengths)]:
+                bounds += [bounds[-1] + length] if length else []
+        context.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    out, _ = attention_forward(
+        _Module(context), q, k, v, scaling=0.2, sliding_window=window, softcap=softcap, s_aux=sink
+    )
+    leaves = [t for t in (q, k, v, sink) if t is not None]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = reference(*wide[:3], 0.2, documents, window, softcap, wide[3] if sinks else None)
+    real = torch.zeros(2, tokens, dtype=torch.bool, device=device)
+    for row in range(2):
+        real[row, : sum(documents[row]) if documents else tokens] = True
+    grad = torch.randn_like(expected) * real[..., None, None]
+    ours = [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+    theirs = [expected, *torch.autograd.grad(expected, wide, grad)]
+    ours[0], theirs[0] = ours[0] * real[..., None, None], theirs[0] * real[..., None, None]
+    return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "blockwise"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_cpu_kernels_equal_plain_attention(case, kernel):
+    assert max(run_case(kernel, torch.float32, "cpu", **case)) < 5e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_cuda_kernels_equal_plain_attention(case, kernel, dtype):
+    """Error relative to the largest value: a few roundings of the dtype."""
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    assert max(run_case(kernel, dtype, "cuda", **case)) < limit

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fitune.errors import UserError
-from fitune.model import attention
+from fitune.model import attention, fused
 from fitune.model.experts import PackedExperts, has_fused_experts
 from fitune.model.formats import DENSE
 from fitune.model.linear import BaseLinear, StepContext
@@ -134,7 +134,7 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
     model.eval()  # the base model's own dropout is never applied; adapters have their own
     model.requires_grad_(False)
     decoder, layers_name, prefix = find_layers(model)
-    context = StepContext(attention=plan.attention)
+    context = StepContext(attention=plan.attention, on_cuda=plan.device == "cuda")
     built = Built(model, decoder, getattr(decoder, layers_name), layers_name, prefix, context, {}, [], device, dtype)
     for module in model.modules():
         module.__dict__["fitune_context"] = context
@@ -145,6 +145,7 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
         _pack_experts(built)
         if plan.embedding_place == "host":
             _embedding_to_host(built)
+    fused.apply(model, context)
     _place_buffers(built)
     return built
 

@@ -8,6 +8,7 @@ the compute dtype, unlike LLM.int8).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,8 @@ def pack(weight: torch.Tensor, format: str, double_quant: bool = True) -> Packed
     shape = tuple(weight.shape)
     if format in DENSE:
         return Packed(format, shape, {"weight": weight.to(DENSE[format]).contiguous()})
+    if format not in ("int8", "nf4", "fp4"):
+        raise ValueError(f"unknown base format {format!r}")
     if weight.device.type == "meta":
         return _pack_meta(shape, format, double_quant)
     if format == "int8":
@@ -49,8 +52,6 @@ def pack(weight: torch.Tensor, format: str, double_quant: bool = True) -> Packed
         scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
         codes = torch.round(rows / scale).clamp_(-127, 127).to(torch.int8)
         return Packed(format, shape, {"codes": codes, "scale": scale})
-    if format not in ("nf4", "fp4"):
-        raise ValueError(f"unknown base format {format!r}")
     import bitsandbytes.functional as bnb
 
     codes, state = bnb.quantize_4bit(
@@ -63,9 +64,7 @@ def pack(weight: torch.Tensor, format: str, double_quant: bool = True) -> Packed
 
 
 def _pack_meta(shape: tuple[int, ...], format: str, double_quant: bool) -> Packed:
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
 
     def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device="meta")
@@ -109,9 +108,10 @@ def unpack(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
             absmax, tensors["absmax2"], tensors["code2"], BLOCK_SCALES, torch.float32
         )
         absmax += tensors["offset"]
-    return torch.ops.bitsandbytes.dequantize_4bit(
-        tensors["codes"], absmax, BLOCK_4BIT, packed.format, packed.shape, dtype
-    )
+    # Blocks run across rows, but bitsandbytes' CPU kernel (0.50.2) reads wrong scales unless rows are whole blocks.
+    shape = packed.shape if packed.shape[-1] % BLOCK_4BIT == 0 else (math.prod(packed.shape),)
+    weight = torch.ops.bitsandbytes.dequantize_4bit(tensors["codes"], absmax, BLOCK_4BIT, packed.format, shape, dtype)
+    return weight.view(packed.shape)
 
 
 def bytes_per_parameter(format: str, double_quant: bool) -> float:

@@ -27,12 +27,14 @@ class StepContext:
         doc_lengths: per row the lengths of its documents, padding last; None: one causal document per row.
         cu_seqlens: [num_docs + 1] int32 on the device, for packed rows.
         attention: flash | efficient | cpu | blockwise.
+        on_cuda: the plan's device is a GPU, also while its step runs on meta: fused kernels stand for plain code.
     """
 
     token_keys: torch.Tensor | None = None
     doc_lengths: tuple[tuple[int, ...], ...] | None = None
     cu_seqlens: torch.Tensor | None = None
     attention: str = "cpu"
+    on_cuda: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 

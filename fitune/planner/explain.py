@@ -68,10 +68,10 @@ def _base(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate
 def _precision(context: PlanContext, plan: Plan) -> Reason:
     if context.recipe.precision != "auto":
         why = "you asked for it"
-    elif plan.device == "cpu":
-        why = "processors compute fp32 fastest without special instructions"
+    elif plan.precision == "fp32":
+        why = "this processor has no bf16 instructions: fp32 is its fastest arithmetic"
     elif plan.precision == "bf16":
-        why = "the card computes bf16 at full rate, and it needs no loss scaling"
+        why = "it is computed at full rate here, and needs no loss scaling"
     else:
         why = f"{plan.device_name} has no bf16; fp16 runs with loss scaling"
     return Reason("precision", plan.precision, why, exact=plan.precision != "fp16")

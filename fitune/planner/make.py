@@ -146,9 +146,9 @@ def wide_format(context: PlanContext) -> str:
 
 
 def auto_precision(target: Target) -> str:
-    if target.device == "cpu":
-        return "fp32"
-    return "bf16" if target.bf16 else "fp16"
+    if target.bf16:
+        return "bf16"
+    return "fp32" if target.device == "cpu" else "fp16"
 
 
 def _draft(context: PlanContext, base_format: str) -> Plan:

@@ -104,7 +104,7 @@ def _names_run(name: str) -> bool:
     if path.exists() or name.startswith("random:") or catalog.find(name) is not None:
         return False
     # What is left is owner/name of a hub, a path that does not exist, or a misspelt run.
-    return name.count("/") != 1 or path.parts[0] in (str(RUNS), ".", "..", "~")
+    return name.count("/") != 1 or name.startswith((".", "~", f"{RUNS}/"))
 
 
 def _open_run(name: str) -> RunFolder:

@@ -66,8 +66,8 @@ def test_accumulation_is_weighted_by_tokens(method: str, train):
     whole = train("whole", micro_batch=8, **common)
     assert losses(one) == pytest.approx(losses(whole), rel=1e-6)
     assert_close(weights(one), weights(whole))
-    mean_of_means = train("longer", micro_batch=8, **common | {"batch": 7})
-    assert losses(mean_of_means) != pytest.approx(losses(whole), rel=1e-4), "the comparison can tell losses apart"
+    first = of_kind(whole, "step")[0]
+    assert first["targets"] % 8, "the records of a step have different numbers of targets"
 
 
 def test_packing_changes_nothing(train):
@@ -219,9 +219,12 @@ def test_a_step_that_overflows_is_replayed_at_half_the_scale():
     assert any(not torch.equal(ours[name], start[name]) for name in start), "the step was not skipped"
 
 
-def test_fp16_run_records_its_scale(train):
-    folder = train(precision="fp16", steps=2, lr=1e-3)
-    assert [e["loss_scale"] for e in of_kind(folder, "step")] == [2.0**16, 2.0**16]
+def test_an_fp16_run_trains_as_in_fp32_and_records_its_scale(train):
+    """At the first scale, 2**16, this model's gradients really overflow: the first step is replayed, none is lost."""
+    folder, wide = train("fp16", precision="fp16", lr=1e-3), train("fp32", lr=1e-3)
+    scales = [e["loss_scale"] for e in of_kind(folder, "step")]
+    assert len(scales) == 3 and len(set(scales)) == 1 and 2.0**8 <= scales[0] < 2.0**16
+    assert losses(folder) == pytest.approx(losses(wide), rel=2e-3)
     assert json.loads((folder / "plan.json").read_text())["loss_scaling"] is True
 
 

@@ -14,7 +14,7 @@ from fitune.engine.driver import Driver
 from fitune.engine.optimizers import Masters, build_optimizer, flatten_state, restore_state
 from fitune.engine.step import Observer, evaluate, forward_backward, ignore
 from fitune.errors import EXIT_FAILED, UserError
-from fitune.model.build import Built
+from fitune.model.build import Built, make_scratch
 from fitune.plan import Plan
 
 _FIRST_SCALE = 2.0**16  # as torch.amp.GradScaler
@@ -69,6 +69,7 @@ class Engine:
 
     def __init__(self, built: Built, plan: Plan):
         self.built, self.plan = built, plan
+        built.context.scratch = make_scratch(built, plan.loss_chunk)
         self.driver = Driver(built)
         self.driver.check()
         trainable = built.trainable()

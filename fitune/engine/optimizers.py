@@ -14,6 +14,8 @@ NEEDS_CUDA = ("paged_adamw", "paged_adamw8bit")
 EIGHT_BIT = ("adamw8bit", "paged_adamw8bit", "lion8bit")
 _BNB_MIN_8BIT = 4096  # bitsandbytes keeps fp32 state for tensors with fewer elements (min_8bit_size)
 _BNB_BLOCK = 256  # values per scale of its 8-bit state
+_BNB_MIN_PAGED = 100_000  # its paged optimizers keep the state of smaller tensors on the device
+_BNB_TABLES = ("qmap1", "qmap2")  # code tables of 8-bit state: constants that all tensors share
 
 
 def build_optimizer(
@@ -34,9 +36,12 @@ def build_optimizer(
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
     if name == "adafactor":
-        return torch.optim.Adafactor(parameters, lr=lr, weight_decay=weight_decay)
+        # An update's root mean square is at most lr, as in transformers' Adafactor(scale_parameter=False): scaled by
+        # the parameter's own size (torch's default), adapters that start at zero would hardly move. One tensor at a
+        # time: torch's grouped implementation holds a copy of all gradients.
+        return torch.optim.Adafactor(parameters, lr=lr, weight_decay=weight_decay, eps=(None, 1.0), foreach=False)
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay)
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, fused=True)  # no copy of the gradients
     try:
         import bitsandbytes.optim as bnb
     except ImportError as error:
@@ -57,14 +62,17 @@ def abstract_state(name: str, parameters: Iterable[torch.Tensor]) -> list[torch.
     """The optimizer's state on `meta`: what the first step adds to device memory. Paged state is not on the device.
 
     Sources: torch.optim (two fp32 moments and a step scalar per tensor for AdamW; factored second moment for
-    Adafactor), bitsandbytes 0.50 (uint8 moments with one fp32 scale per 256 values, two code tables per process).
+    Adafactor), bitsandbytes 0.50 (uint8 moments with one fp32 scale per 256 values, a code table per moment that all
+    tensors share; paged moments only for tensors of 100,000 elements and more).
     """
     made: list[torch.Tensor] = []
 
     def empty(count: int, dtype: torch.dtype = torch.float32) -> None:
         made.append(torch.empty(count, dtype=dtype, device="meta"))
 
-    moments = {"adamw": 2, "adamw8bit": 2, "lion": 1, "lion8bit": 1}.get(name, 0)
+    kind = name.removeprefix("paged_")
+    moments = {"adamw": 2, "adamw8bit": 2, "lion": 1, "lion8bit": 1}.get(kind, 0)
+    has_tables = False
     for p in parameters:
         if name == "adafactor":
             empty(1)
@@ -74,16 +82,17 @@ def abstract_state(name: str, parameters: Iterable[torch.Tensor]) -> list[torch.
             else:
                 empty(p.numel())
             continue
+        paged = name.startswith("paged_") and p.numel() >= _BNB_MIN_PAGED
+        in_8bit = name in EIGHT_BIT and p.numel() >= _BNB_MIN_8BIT
+        has_tables |= in_8bit
         for _ in range(moments):
-            if name in EIGHT_BIT and p.numel() >= _BNB_MIN_8BIT:
-                empty(p.numel(), torch.uint8)
+            if not paged:
+                empty(p.numel(), torch.uint8 if in_8bit else torch.float32)
+            if in_8bit:
                 empty(-(-p.numel() // _BNB_BLOCK))
-            else:
-                empty(p.numel())
         if name == "adamw":
             empty(1)
-    if name in EIGHT_BIT:
-        empty(256)
+    for _ in range(moments if has_tables else 0):
         empty(256)
     return made
 
@@ -124,27 +133,71 @@ class Masters:
                 p.copy_(master)
 
 
+def _by_name(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torch.Tensor]:
+    return dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+
+
 def flatten_state(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors ("parameter|key") and plain numbers, for saving without pickle."""
+    """An optimizer's state as tensors ("parameter|key") and plain numbers, for saving without pickle.
+
+    On the CPU the tensors are the optimizer's own: save them before the next step. They are read from the optimizer
+    itself, since bitsandbytes' `state_dict` nests some of them.
+    """
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
-    for index, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
+    for name, p in _by_name(optimizer, names).items():
+        for key, value in optimizer.state.get(p, {}).items():
+            if key in _BNB_TABLES:
+                continue
             if isinstance(value, torch.Tensor):
-                tensors[f"{names[index]}|{key}"] = value.detach().cpu().contiguous()
+                tensors[f"{name}|{key}"] = value.detach().cpu().contiguous()
             elif isinstance(value, (int, float, bool)):
-                numbers[f"{names[index]}|{key}"] = value
+                numbers[f"{name}|{key}"] = value
+            else:
+                raise TypeError(f"optimizer state {key} of {name} is a {type(value).__name__}, which cannot be saved")
     return tensors, numbers
 
 
 def restore_state(
     optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, torch.Tensor], numbers: dict[str, Any]
 ) -> None:
-    """Inverse of `flatten_state` on an optimizer built over the same parameters in the same order."""
+    """Inverse of `flatten_state` on an optimizer built over the same parameters in the same order.
+
+    Raises:
+        UserError: the state is of other parameters or another optimizer.
+    """
     index_of = {name: index for index, name in enumerate(names)}
-    whole = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for flat, value in {**tensors, **numbers}.items():
         name, _, key = flat.rpartition("|")
+        if name not in index_of:
+            raise _other_state(f"it holds optimizer state of {name}, which is not trained here")
         state.setdefault(index_of[name], {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+    if hasattr(optimizer, "get_state_buffer"):
+        _restore_bitsandbytes(optimizer, state)
+    else:
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+@torch.no_grad()
+def _restore_bitsandbytes(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
+    """Into state that the optimizer makes itself, so that paged state is paged again and code tables are shared."""
+    (group,) = optimizer.param_groups
+    for index, saved in state.items():
+        p = group["params"][index]
+        optimizer.state[p].clear()
+        optimizer.init_state(group, p, 0, index)
+        made = optimizer.state[p]
+        if p.device.type == "cuda":
+            torch.cuda.synchronize(p.device)  # paged memory is written below by the CPU, after the GPU's zeros
+        if set(made) - set(_BNB_TABLES) != set(saved):
+            raise _other_state(f"it holds {', '.join(sorted(saved))} per parameter")
+        for key, value in saved.items():
+            if isinstance(value, torch.Tensor):
+                made[key].copy_(value)
+            else:
+                made[key] = value
+
+
+def _other_state(why: str) -> UserError:
+    return UserError("the checkpoint does not fit this run", why, "resume with the settings the run was started with")

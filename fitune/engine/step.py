@@ -4,7 +4,9 @@ Micro-batches come in groups. A group of one is plain gradient accumulation; a g
 (every micro-batch passes a layer before the next layer is touched). The mathematics is the same.
 
 Activation policy: the first `recompute_layers` layers save only their input and run again in backward; the rest keep
-their activations. The loss tail runs on chunks of tokens, forward and backward at once: full logits never exist.
+their activations. The saved inputs are allocated before the first layer runs: made one by one between the layers'
+temporaries they would leave holes that the allocator cannot give back. The loss tail runs on chunks of tokens,
+forward and backward at once: full logits never exist.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from fitune.engine.driver import Driver, LayerCall
 from fitune.model.loss import chunk_cross_entropy
 
 Observer = Callable[[str, int], None]
-"""Called at the start of a part of the step: ("embed" | "forward" | "tail" | "backward" | "optimizer", layer or 0)."""
+"""Called at the start of a part of the step: ("embed" | "stash" | "forward" | "tail" | "backward" | "optimizer",
+layer or 0); layer -1 of "backward" is the embedding."""
 GradsReady = Callable[[str, int], None]
 """Called when gradients of a part have been added: ("layer", index), ("tail", 0) or ("embed", 0)."""
 
@@ -31,7 +34,7 @@ def ignore(part: str, index: int) -> None:
 @dataclass
 class _Running:
     batch: Batch
-    embedded: torch.Tensor
+    embedded: torch.Tensor | None  # with its graph, where the embedding is trained
     calls: list[LayerCall]
     hidden: torch.Tensor
     saved: list[torch.Tensor] = field(default_factory=list)  # inputs of recomputed layers
@@ -58,6 +61,10 @@ def forward_backward(
     num_layers = len(driver.built.layers)
     observe("embed", 0)
     running = [_start(driver, batch, trains_embedding) for batch in group]
+    for index in range(recompute_layers):
+        observe("stash", index)
+        for state in running:
+            state.saved.append(torch.empty_like(state.hidden))
     for index in range(num_layers):
         observe("forward", index)
         for state in running:
@@ -88,6 +95,7 @@ def forward_backward(
     if trains_embedding:
         observe("backward", -1)
         for state in running:
+            assert state.embedded is not None
             state.embedded.backward(state.grad)
             grads_ready("embed", 0)
     return loss
@@ -97,7 +105,7 @@ def _start(driver: Driver, batch: Batch, trains_embedding: bool) -> _Running:
     batch.enter(driver.built.context)
     with torch.set_grad_enabled(trains_embedding):
         hidden, calls = driver.record(batch.input_ids, batch.position_ids)
-    return _Running(batch, hidden, calls, hidden.detach())
+    return _Running(batch, hidden if trains_embedding else None, calls, hidden.detach())
 
 
 def _forward_layer(
@@ -105,7 +113,7 @@ def _forward_layer(
 ) -> None:
     state.batch.enter(driver.built.context)
     if recompute:
-        state.saved.append(state.hidden)
+        state.hidden = state.saved[index].copy_(state.hidden)
         with torch.no_grad():
             state.hidden = driver.run_layer(index, state.hidden, state.calls[index])
         return
@@ -160,7 +168,7 @@ def tail_loss(
         with torch.set_grad_enabled(grad_scale is not None):
             chunk_CH = chunk_CH.detach().requires_grad_(grad_scale is not None)
             logits_CV = driver.tail(chunk_CH)
-        chunk_loss, d_logits = chunk_cross_entropy(logits_CV, targets_N[rows], grad_scale)
+        chunk_loss, d_logits = chunk_cross_entropy(logits_CV, targets_N[rows], grad_scale, driver.built.context.scratch)
         loss += chunk_loss
         if grad_NH is not None:
             logits_CV.backward(d_logits)

@@ -20,11 +20,13 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerTerms:
-    """One kind of layer. `recompute` and `keep` are (forward, backward) under the two activation policies."""
+    """One kind of layer. `recompute` and `keep` are (forward, backward) under the two activation policies; `stash` is
+    the room for a recomputed layer's input, made before the first layer runs."""
 
     weight_bytes: int  # frozen and trained weights on the device
     trained_bytes: int  # trained parameters' masters, as allocated (also the size of their gradients)
     state_bytes: int  # optimizer state
+    stash: Part
     recompute: tuple[Part, Part]
     keep: tuple[Part, Part]
     eval_forward: Part
@@ -40,7 +42,8 @@ class StepTerms:
     other_trained_bytes: int
     other_state_bytes: int
     embed: Part
-    tail: Part
+    tail_after_recompute: Part  # the loss tail after a recomputed last layer, and after a kept one
+    tail_after_keep: Part
     embed_backward: Part
     optimizer_peak_bytes: int
     eval_embed: Part
@@ -111,9 +114,11 @@ def _walk(
         return layers[index].recompute if index < recompute_layers else layers[index].keep
 
     part("embed", terms.embed)
+    for index in range(recompute_layers):
+        part(f"room for the input of layer {index}", layers[index].stash)
     for index in range(len(layers)):
         part(f"forward of layer {index}", policy(index)[0])
-    part("loss tail", terms.tail)
+    part("loss tail", terms.tail_after_keep if recompute_layers < len(layers) else terms.tail_after_recompute)
     for index in reversed(range(len(layers))):
         part(f"backward of layer {index}", policy(index)[1])
         live -= layers[index].trained_bytes if gradients_there else 0

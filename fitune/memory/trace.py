@@ -21,7 +21,7 @@ from fitune.engine.driver import Driver
 from fitune.engine.optimizers import Masters, abstract_state
 from fitune.engine.step import evaluate, forward_backward
 from fitune.memory.replay import LayerTerms, Part, StepTerms
-from fitune.model.build import Built, add_adapter, build, fill, meta_weights
+from fitune.model.build import Built, add_adapter, build, fill, make_scratch, meta_weights
 from fitune.plan import Plan
 
 _CUDA_GRANULE = 512  # torch's CUDA caching allocator rounds every block up to this (c10/cuda/CUDACachingAllocator.cpp)
@@ -144,6 +144,7 @@ class Tracer:
 
     def _trace(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
         batch = dict(num_rows=num_rows, num_columns=num_columns, loss_chunk=loss_chunk)
+        self.built.context.scratch = make_scratch(self.built, loss_chunk)
         count = self.config.num_hidden_layers
         recompute = self._run(recompute_layers=count, **batch)
         keep = self._run(recompute_layers=0, **batch)
@@ -155,6 +156,7 @@ class Tracer:
                 continue
             layers[kind] = LayerTerms(
                 *self._static(index),
+                stash=recompute["stash", index],
                 recompute=(recompute["forward", index], recompute["backward", index]),
                 keep=(keep["forward", index], keep["backward", index]),
                 eval_forward=evaluation["forward", index],
@@ -168,7 +170,8 @@ class Tracer:
             other_trained_bytes=other_trained,
             other_state_bytes=other_state,
             embed=recompute["embed", 0],
-            tail=recompute["tail", 0],
+            tail_after_recompute=recompute["tail", 0],
+            tail_after_keep=keep["tail", 0],
             embed_backward=recompute.get(("backward", -1), nothing),
             optimizer_peak_bytes=0,
             eval_embed=evaluation["embed", 0],
@@ -266,4 +269,6 @@ def _device_tensors(built: Built) -> list[tuple[str, torch.Tensor]]:
     for experts in built.experts:
         for name, packed in experts.packed.items():
             tensors += [(f"{experts.prefix}.{name}.{key}", t) for key, t in packed.tensors.items()]
+    if built.context.scratch is not None:
+        tensors.append(("scratch", built.context.scratch.buffer))
     return tensors

@@ -19,11 +19,20 @@ from torch import nn
 from fitune.errors import UserError
 from fitune.model import attention, fused
 from fitune.model.experts import PackedExperts, has_fused_experts
-from fitune.model.formats import DENSE
+from fitune.model.formats import DENSE, Scratch
 from fitune.model.linear import BaseLinear, StepContext
 from fitune.plan import Plan
 
 RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv")
+# What each type of rope scaling must be told. `dynamic` is left out: its frequencies follow the longest row of a
+# micro-batch, so that no accumulation would be exact, and it cannot be traced.
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+_ROPE_UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 
 @dataclass
@@ -89,8 +98,11 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 def with_rope_scaling(config: Any, rope_scaling: dict[str, Any] | None) -> Any:
     """A copy of the configuration with longer positions (transformers' `rope_parameters`).
 
+    What the model's own scaling says is kept when the type is the same one; another type replaces it, counted from the
+    positions that the model reads as it is.
+
     Raises:
-        UserError: the model has no rotary positions, or no type was named.
+        UserError: the model has no rotary positions, or the type is missing, unknown or lacks its numbers.
     """
     if not rope_scaling:
         return config
@@ -104,12 +116,25 @@ def with_rope_scaling(config: Any, rope_scaling: dict[str, Any] | None) -> Any:
         )
     wanted = dict(rope_scaling)
     kind = wanted.pop("type", wanted.pop("rope_type", None))
+    example = "for example: --rope-scaling type=yarn,factor=4"
     if kind is None:
-        raise UserError("cannot use rope_scaling", "it names no type", "for example: --rope-scaling type=yarn,factor=4")
+        raise UserError("cannot use rope_scaling", "it names no type", example)
+    if kind not in _ROPE_NEEDS:
+        raise UserError(
+            f"cannot use rope_scaling of type {kind}", f"the types that can train are {', '.join(_ROPE_NEEDS)}", example
+        )
     trained = config.max_position_embeddings
-    config.rope_parameters = {**current, "rope_type": kind, **wanted}
-    config.rope_parameters.setdefault("original_max_position_embeddings", trained)
-    config.max_position_embeddings = int(trained * float(wanted.get("factor", 1)))
+    if kind != current.get("rope_type"):
+        current = {k: v for k, v in current.items() if k in _ROPE_UNSCALED} | {
+            "original_max_position_embeddings": trained
+        }
+    parameters = {**current, "rope_type": kind, **wanted}
+    missing = [name for name in _ROPE_NEEDS[kind] if name not in parameters]
+    if missing:
+        raise UserError(f"cannot use rope_scaling of type {kind}", f"it lacks {', '.join(missing)}", example)
+    original = parameters.setdefault("original_max_position_embeddings", trained)
+    config.rope_parameters = parameters
+    config.max_position_embeddings = max(trained, int(original * float(parameters.get("factor", 1))))
     return config
 
 
@@ -324,6 +349,18 @@ def _place(built: Built, plan: Plan, name: str, tensor: torch.Tensor, experts: d
             module._parameters[leaf] = nn.Parameter(tensor.to(device, old.dtype), requires_grad=old.requires_grad)
 
 
+def make_scratch(built: Built, loss_chunk: int) -> Scratch | None:
+    """The buffer that unpacked weights and a chunk's fp32 logits share; on a GPU only, where it saves fragmentation."""
+    if not built.context.on_cuda:
+        return None
+    dense = {lin.packed.format for lin in built.linears.values() if lin.packed is not None}
+    width = torch.empty((), dtype=built.compute_dtype).element_size()
+    unpacked = any(f not in DENSE or DENSE[f] != built.compute_dtype for f in dense)
+    largest = max((lin.in_features * lin.out_features for lin in built.linears.values()), default=0) * width
+    vocab_size = built.model.get_output_embeddings().weight.shape[0]
+    return Scratch(max(largest if unpacked else 0, loss_chunk * vocab_size * 4), built.device)
+
+
 def meta_weights(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights without values, for a model on `meta`."""
     for name, shape in wanted_weights(built).items():
@@ -354,7 +391,8 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
         adapted += hits
     for name in dict.fromkeys(adapted):
         key = zlib.crc32(name.encode())
-        generator = torch.Generator().manual_seed((plan.seed << 32) ^ key)
+        # hashed together: torch's CPU generator reads the low 32 bits of a seed only
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{plan.seed}/{name}".encode()))
         built.linears[name].add_lora(spec.r, spec.scaling, spec.dropout, key, generator, built.device, spec.dora)
     for name, parameter in built.model.named_parameters():
         if name.endswith("bias") and spec.bias != "none":

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitune.model import dropout as counter_dropout
-from fitune.model.formats import Packed, pack, unpack
+from fitune.model.formats import Packed, Scratch, pack, unpack
 
 
 @dataclass
@@ -27,6 +27,7 @@ class StepContext:
         doc_lengths: per row the lengths of its documents, padding last; None: one causal document per row.
         cu_seqlens: [num_docs + 1] int32 on the device, for packed rows.
         attention: flash | efficient | cpu | blockwise.
+        scratch: buffer for unpacked weights and the loss's fp32 logits; None: they are allocated each time.
         on_cuda: the plan's device is a GPU, also while its step runs on meta: fused kernels stand for plain code.
     """
 
@@ -35,6 +36,7 @@ class StepContext:
     cu_seqlens: torch.Tensor | None = None
     attention: str = "cpu"
     on_cuda: bool = False
+    scratch: Scratch | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,9 +112,9 @@ class BaseLinear(nn.Module):
         self.packed = pack(weight.t().contiguous() if self.transposed else weight, format, double_quant)
 
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """[O, I] in `dtype`; a temporary unless stored so."""
+        """[O, I] in `dtype`; a temporary unless stored so, which the next call overwrites where there is a scratch."""
         assert self.packed is not None, f"{self.name} has no weight yet"
-        return unpack(self.packed, dtype)
+        return unpack(self.packed, dtype, self.context.scratch)
 
     def add_lora(
         self,

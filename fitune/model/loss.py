@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from fitune.model.formats import Scratch
+
 IGNORED = -100  # target of a token without loss, as in torch and transformers
 
 
@@ -14,6 +16,7 @@ def chunk_cross_entropy(
     logits_CV: torch.Tensor,
     targets_C: torch.Tensor,
     grad_scale: float | None,
+    scratch: Scratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sum of the losses of a chunk and, unless `grad_scale` is None, the gradient of `grad_scale * sum`.
 
@@ -28,7 +31,11 @@ def chunk_cross_entropy(
     with torch.no_grad():
         counted = targets_C != IGNORED
         safe_C1 = torch.where(counted, targets_C, 0)[:, None]
-        work = logits_CV.detach().to(torch.float32, copy=True)
+        logits_CV = logits_CV.detach()
+        if scratch is None:
+            work = logits_CV.to(torch.float32, copy=True)
+        else:
+            work = scratch.take(tuple(logits_CV.shape), torch.float32).copy_(logits_CV)
         work -= work.amax(-1, keepdim=True)
         at_target = work.gather(1, safe_C1).squeeze(1)
         total = work.exp_().sum(-1, keepdim=True)

@@ -6,7 +6,6 @@ import datetime
 import functools
 import hashlib
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from fitune.train.events import EventLog
 from fitune.train.loggers import open_loggers
 from fitune.train.measure import Meter
 from fitune.train.report import write_report
+from fitune.train.result import TrainResult, eval_losses, finished_result, write_result
 from fitune.train.run_folder import RunFolder
 from fitune.train.schedule import learning_rate
 from fitune.train.signals import EXIT_CODES, Stopped, StopSignals
@@ -38,19 +38,6 @@ CHECKPOINTS_PER_RUN = 10
 EVALUATIONS_PER_RUN = 4
 SAMPLE_TOKENS = 96
 OnEvent = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run came to. `exit_code` is the process' one; losses are means over target tokens."""
-
-    run_folder: Path
-    status: str
-    exit_code: int
-    steps: int
-    loss: float | None
-    eval_loss_before: float | None
-    eval_loss_after: float | None
 
 
 @dataclass
@@ -104,7 +91,7 @@ def run(
         active = _start(recipe, show)
     else:
         folder = RunFolder.open_existing(resume)
-        finished = _finished(folder)
+        finished = finished_result(folder)
         if finished is not None:
             show({"event": "notice", "text": f"{folder.path} is finished already: nothing is left to train"})
             return finished
@@ -134,17 +121,6 @@ def _with_whole_paths(recipe: Recipe) -> Recipe:
         if value and value != DEMO and path.exists():
             changes[name] = str(path.resolve())
     return recipe.with_(**changes)
-
-
-def _finished(folder: RunFolder) -> TrainResult | None:
-    """The result of a run that ended well and still has what it made; None for every other run."""
-    events = folder.events()
-    ended = bool(events) and events[-1].get("event") == "end" and events[-1].get("status") == "done"
-    if not ended or not (folder.adapter_path.is_dir() or folder.model_path.is_dir()):
-        return None
-    last: dict[str, Any] = next((e for e in reversed(events) if e.get("event") == "step"), {})
-    before, after = _eval_losses(events)
-    return TrainResult(folder.path, "done", EXIT_DONE, last.get("step", 0), last.get("loss"), before, after)
 
 
 def _reopen(recipe: Recipe, folder: RunFolder, show: OnEvent) -> Run:
@@ -210,16 +186,9 @@ def _guarded(active: Run, *, resumed: bool, lang: str) -> TrainResult:
         raise
     _end(active, status, error)
     _write_report(active, lang)
-    before, after = _eval_losses(active.folder.events())
+    before, after = eval_losses(active.folder.events())
     code = EXIT_CODES.get(status, EXIT_DONE)
     return TrainResult(active.folder.path, status, code, active.step, active.loss, before, after)
-
-
-def _eval_losses(events: list[dict[str, Any]]) -> tuple[float | None, float | None]:
-    """Held-out loss before the first step and of the last evaluation after it."""
-    evals = [e for e in events if e.get("event") == "eval"]
-    before = next((e["eval_loss"] for e in evals if e["step"] == 0), None)
-    return before, evals[-1]["eval_loss"] if evals and evals[-1]["step"] > 0 else None
 
 
 def _is_out_of_memory(problem: BaseException) -> bool:
@@ -279,7 +248,7 @@ def _train(active: Run, resumed: bool) -> str:
         if active.step % pending[0] == 0 or done:
             _save(active, engine, meter)
     _samples(active, engine, "after")
-    _export(active, engine)
+    write_result(active.folder, active.session, active.plan, engine)
     return "done"
 
 
@@ -492,27 +461,3 @@ def _save(active: Run, engine: Engine, meter: Meter) -> None:
     peaks = meter.peaks()
     if meter.is_higher("save", peaks):
         active.emit("phase", phase="save", **peaks)
-
-
-def _export(active: Run, engine: Engine) -> None:
-    """The result, whole or absent: `adapter/` in PEFT format, or `model/` after full fine-tuning; with a tokenizer."""
-    from fitune.files import atomic_folder
-    from fitune.model.adapter_io import write_adapter
-
-    tokenizer, template, source = active.session.tokenizer, active.session.data.template, active.session.source
-    if template is not None and template.template is not None:
-        tokenizer.chat_template = template.template
-    adapter = active.plan.adapter
-    with atomic_folder(active.folder.model_path if adapter is None else active.folder.adapter_path) as temp:
-        tokenizer.save_pretrained(temp)
-        if adapter is not None:
-            write_adapter(temp / "written", adapter, engine.trained_tensors(), base_model=source.reference)
-            for file in (temp / "written").iterdir():
-                file.rename(temp / file.name)
-            (temp / "written").rmdir()
-            return
-        model = engine.built.model
-        model.config.use_cache = getattr(source.config, "use_cache", True)  # training turned it off
-        model.save_pretrained(temp)
-        if source.path is not None and (source.path / "generation_config.json").is_file():
-            shutil.copyfile(source.path / "generation_config.json", temp / "generation_config.json")

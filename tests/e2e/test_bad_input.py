@@ -86,7 +86,7 @@ DATA = {
     "only blank lines": ("x.jsonl", b"\n \n", ("cannot train on x.jsonl", "the file is empty")),
     "an empty list": ("x.json", b"[]", ("cannot train on x.json", "it holds no records")),
     "binary": ("x.jsonl", bytes(range(256)) * 4, ("cannot read x.jsonl", "it is not UTF-8", "binary file")),
-    "not UTF-8": ("x.jsonl", ROW.encode() + '{"prompt": "你好吗？今天天气很好", "response": "很好，谢谢你"}'.encode("gb18030"),
+    "not UTF-8": ("x.jsonl", ROW.encode() + '{"prompt": "今天天气很好", "response": "很好，谢谢"}'.encode("gb18030"),
                   ("cannot read x.jsonl", "(line 2)", "it looks like GB18030", "iconv -f GB18030 -t UTF-8")),
     "UTF-16": ("x.csv", "prompt,response\na,b\n".encode("utf-16"), ("cannot read x.csv", "UTF-16", "iconv -f UTF-16")),
     "broken JSONL": ("x.jsonl", (ROW + '{"prompt": "a", "respon\n' + ROW).encode(),
@@ -154,7 +154,7 @@ SETTINGS = {
     "epochs 0": (["--epochs", "0"], ("cannot use epochs = '0'", "greater than 0")),
     "micro_batch > batch": (["--batch", "2", "--micro-batch", "4"], ("micro_batch 4 is larger than batch 2",)),
     "full and nf4": (["--method", "full", "--base-format", "nf4"],
-                     ("settings that contradict each other", "full fine-tuning trains every weight", "use method qlora")),
+                     ("settings that contradict", "full fine-tuning trains every weight", "use method qlora")),
     "qlora and bf16": (["--method", "qlora", "--base-format", "bf16"], ("qlora means a quantised base", "nf4")),
     "full and dora": (["--method", "full", "--dora"], ("dora is a kind of adapter", "lora or qlora")),
     "unknown method": (["--method", "qloar"], ("cannot use method = 'qloar'", "one of: auto, full, lora, qlora")),
@@ -186,14 +186,14 @@ def test_settings(kind: str, place: Place):
 
 
 RECIPES = {
-    "unknown setting": ("model: smollm2\ndata: demo\nlearning_rat: 3\n", ("unknown setting 'learning_rat'", "job.yaml")),
+    "unknown setting": ("model: smollm2\nlearning_rat: 3\n", ("unknown setting 'learning_rat'", "job.yaml")),
     "nearest setting": ("model: smollm2\nlora_rank: 8\n", ("unknown setting 'lora_rank'", "did you mean lora_r")),
-    "bad YAML": ("model: smollm2\n  data: [demo\n", ("cannot read recipe job.yaml", "line 2", "one `setting: value` a line")),
+    "bad YAML": ("model: smollm2\n  data: [demo\n", ("cannot read recipe job.yaml", "line 2", "one `setting: value`")),
     "a list": ("- model\n- data\n", ("cannot read recipe job.yaml", "start with `model: smollm2`")),
     "empty": ("", ("cannot read recipe job.yaml", "start with `model: smollm2`")),
     "wrong type": ("model: smollm2\ndata: demo\nbatch: [1, 2]\n", ("cannot use batch = [1, 2]", "job.yaml", "integer")),
     "no model": ("data: demo\n", ("no model named in job.yaml", "add `model: smollm2`")),
-    "not UTF-8": ("model: smollm2\ndata: caf\xe9.jsonl\n".encode("latin-1"), ("job.yaml", "not UTF-8", "save it as UTF-8")),
+    "not UTF-8": ("data: caf\xe9.jsonl\n".encode("latin-1"), ("job.yaml", "not UTF-8", "save it as UTF-8")),
 }  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def test_unknown_models(place: Place):
     place.train(model="smolm2", parts=("unknown model 'smolm2'", "the nearest names", "SmolLM2-135M"))
     place.train(model="./nowhere", parts=("no model folder at", "does not exist", "check the path"))
     place.train(model="model.gguf", parts=("no GGUF file at model.gguf", "check the path"))
-    place.train(model=str(place.data), parts=("data.jsonl is not a model", "a model is a folder, a .gguf file or a hub id"))
+    place.train(model=str(place.data), parts=("data.jsonl is not a model", "a folder, a .gguf file or a hub id"))
     place.train(model=place.write("x.gguf", b"GGUF or not"), parts=("x.gguf",))
 
 
@@ -303,7 +303,7 @@ def test_vocabulary_of_another_model(place: Place):
     """Tokens beyond the embedding would be an index error in the middle of the run."""
     tokenizer = json.loads((place.model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = {token: number if number < 60 else number + 400 for token, number in vocabulary.items()}
+    tokenizer["model"]["vocab"] = {t: number if number < 60 else number + 400 for t, number in vocabulary.items()}
     (place.model / "tokenizer.json").write_text(json.dumps(tokenizer))
     place.train(parts=("does not belong to this model", "the model's vocabulary ends at 319", "tokenizer"))
 
@@ -322,8 +322,9 @@ def test_nvidia_card_and_a_cpu_build_of_torch(place: Place, tmp_path_factory, mo
     machine = machine_with(fakes.RTX_3080, tmp_path_factory.mktemp("machine"))
     monkeypatch.setattr(hardware, "probe", lambda *arguments, **options: machine)
     monkeypatch.setattr(hardware, "torch_build", lambda *arguments: TorchBuild(True, "2.13.0+cpu"))
-    error = place.train(parts=("torch 2.13.0+cpu cannot use the NVIDIA card in this machine",
-                               "it is a CPU build; NVIDIA GeForce RTX 3080 (driver 570.86.10) needs a CUDA build"))  # fmt: skip
+    parts = ("torch 2.13.0+cpu cannot use the NVIDIA card in this machine",
+             "it is a CPU build; NVIDIA GeForce RTX 3080 (driver 570.86.10) needs a CUDA build")  # fmt: skip
+    error = place.train(parts=parts)
     assert (
         "fix: python -m pip uninstall -y torch && python -m pip install \"torch>=2.11\" "
         "--index-url https://download.pytorch.org/whl/cu128  (to train on the CPU all the same, set "

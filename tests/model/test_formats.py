@@ -86,7 +86,7 @@ def test_bitsandbytes_cpu_kernel_still_needs_whole_blocks():
 
     weight = normal((40, 96))
     codes, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
-    assert (bnb.dequantize_4bit(codes, state) - weight).abs().max() > 0.5 * weight.abs().max()
+    assert (bnb.dequantize_4bit(codes, state) - weight).abs().max() > 0.25 * weight.abs().max()  # right: below 0.16
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -22,7 +22,7 @@ STYLE = "### Instruction:\n{}\n\n### Response:\n"  # the stated default where a 
 
 def make_run(folder: Path, base: Path, data: Path, **settings: Any) -> Path:
     values = dict(model=str(base), data=str(data), out=str(folder), batch=4, steps=6, lr=2e-2, lora_r=4, seq_len=128,
-                  eval_share=0) | settings  # fmt: skip
+                  eval_share=0, precision="fp32") | settings  # fmt: skip
     return run(recipes.build(values)).run_folder
 
 
@@ -56,12 +56,18 @@ def test_a_run_answers_as_its_adapter_does_in_peft(trained: Path, base: Path):
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
 
 
-def test_a_model_as_it_is(base: Path):
+def test_a_model_as_it_is(base: Path, monkeypatch):
+    """In the precision that the plan chooses for this machine; here the one in which answers can be compared."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from fitune.planner import make
+
+    monkeypatch.setattr(make, "auto_precision", lambda target: "fp32")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = by_transformers(plain, AutoTokenizer.from_pretrained(base), STYLE.format("Hello"))
-    assert Chat(str(base), max_tokens=TOKENS).answer("Hello") == expected
+    chat = Chat(str(base), max_tokens=TOKENS)
+    assert chat.answer("Hello") == expected
+    assert not chat.built.trainable(), "there is no adapter"
 
 
 def test_an_unfinished_run_answers_with_its_newest_checkpoint(trained: Path, tmp_path: Path):

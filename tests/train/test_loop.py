@@ -32,7 +32,7 @@ def train(base: Path, data: Path, tmp_path: Path):
 
     def start(name: str = "run", **settings: Any) -> Path:
         values = dict(model=str(base), data=str(data), seq_len=128, batch=4, steps=3, lr=1e-2, lora_r=4, eval_share=0,
-                      schedule="constant", warmup=0, out=str(tmp_path / name)) | settings  # fmt: skip
+                      schedule="constant", warmup=0, precision="fp32", out=str(tmp_path / name)) | settings  # fmt: skip
         result = run(recipes.build(values))
         assert result.status == "done" and result.exit_code == 0
         return result.run_folder
@@ -131,6 +131,24 @@ def test_samples_show_the_question_alone(train, tmp_path: Path):
     shown = [(e["when"], e["language"], e["prompt"]) for e in of_kind(folder, "sample")]
     assert shown == [("before", "en", "Is it?"), ("before", "zh", "是吗？"),
                      ("after", "en", "Is it?"), ("after", "zh", "是吗？")]  # fmt: skip
+
+
+def test_a_system_message_in_the_users_turn_is_not_part_of_the_question(base: Path, tmp_path: Path):
+    """As with Gemma, whose template knows no system message."""
+    from transformers import AutoTokenizer
+
+    from fitune.data.dataset import load_dataset
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    rows = [{"system": "Be brief.", **row} for row in questions(8)]
+    data = load_dataset(str(write_rows(tmp_path / "x.jsonl", rows)), tokenizer, eval_share=0.25)
+    assert "Be brief.\n\nWhat" in tokenizer.decode(data.eval[0].input_ids)
+    assert [r.meta["prompt"] for r in data.eval] == [rows[r.source_row]["prompt"] for r in data.eval]
+    assert not any(r.meta for r in data.train)
 
 
 def test_learning_rates():

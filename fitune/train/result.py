@@ -1,0 +1,75 @@
+"""What a run comes to: the numbers at its end, and the adapter or model that it leaves."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fitune.errors import EXIT_DONE
+from fitune.plan import Plan
+from fitune.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from fitune.engine.engine import Engine
+    from fitune.train.session import Session
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to. `exit_code` is the process' one; losses are means over target tokens."""
+
+    run_folder: Path
+    status: str
+    exit_code: int
+    steps: int
+    loss: float | None
+    eval_loss_before: float | None
+    eval_loss_after: float | None
+
+
+def finished_result(folder: RunFolder) -> TrainResult | None:
+    """The result of a run that ended well and still has what it made; None for every other run."""
+    events = folder.events()
+    ended = bool(events) and events[-1].get("event") == "end" and events[-1].get("status") == "done"
+    if not ended or not (folder.adapter_path.is_dir() or folder.model_path.is_dir()):
+        return None
+    last: dict[str, Any] = next((e for e in reversed(events) if e.get("event") == "step"), {})
+    before, after = eval_losses(events)
+    return TrainResult(folder.path, "done", EXIT_DONE, last.get("step", 0), last.get("loss"), before, after)
+
+
+def eval_losses(events: list[dict[str, Any]]) -> tuple[float | None, float | None]:
+    """Held-out loss before the first step and of the last evaluation after it."""
+    evals = [e for e in events if e.get("event") == "eval"]
+    before = next((e["eval_loss"] for e in evals if e["step"] == 0), None)
+    return before, evals[-1]["eval_loss"] if evals and evals[-1]["step"] > 0 else None
+
+
+def write_result(run: RunFolder, session: Session, plan: Plan, engine: Engine) -> None:
+    """The result, whole or absent: `adapter/` in PEFT format, or `model/` after full fine-tuning; with a tokenizer.
+
+    Raises:
+        UserError: it cannot be written, for example on a full disk (exit code 1).
+    """
+    from fitune.files import atomic_folder
+    from fitune.model.adapter_io import write_adapter
+
+    tokenizer, template, source = session.tokenizer, session.data.template, session.source
+    if template is not None and template.template is not None:
+        tokenizer.chat_template = template.template
+    adapter = plan.adapter
+    with atomic_folder(run.model_path if adapter is None else run.adapter_path) as temp:
+        tokenizer.save_pretrained(temp)
+        if adapter is not None:
+            write_adapter(temp / "written", adapter, engine.trained_tensors(), base_model=source.reference)
+            for file in (temp / "written").iterdir():
+                file.rename(temp / file.name)
+            (temp / "written").rmdir()
+            return
+        model = engine.built.model
+        model.config.use_cache = getattr(source.config, "use_cache", True)  # training turned it off
+        model.save_pretrained(temp)
+        if source.path is not None and (source.path / "generation_config.json").is_file():
+            shutil.copyfile(source.path / "generation_config.json", temp / "generation_config.json")

@@ -4,8 +4,8 @@
     python benchmarks/gpu_records.py --list
 
 Weights are random (seeded, made on the GPU): right for memory and speed, not for loss. Every case runs in its own
-forked process, so that its peaks are its own. A record holds what DESIGN's contract asks: the job, the plan, predicted and
-measured peaks per phase, versions and date. Cases that are in the output file already are passed over (use --again).
+forked process, so that its peaks are its own. A record holds the job, the plan, predicted and measured peaks per phase,
+versions and date. Cases that are in the output file already are passed over (use --again).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "8b-bf16-4x512-keep": dict(model=LLAMA, method="lora", batch=4, seq_len=512, recompute="none"),
     "8b-int8-1x2048": dict(model=LLAMA, method="qlora", base_format="int8", batch=1, seq_len=2048, **_ALL),
     "8b-fp4-1x2048-8bit": dict(
-        model=LLAMA, method="qlora", base_format="fp4", double_quant=False, batch=1, seq_len=2048, optimizer="adamw8bit",
-        **_ALL,
+        model=LLAMA, method="qlora", base_format="fp4", double_quant=False, batch=1, seq_len=2048,
+        optimizer="adamw8bit", **_ALL,
     ),
     "llama2-7b-10gib-bf16": dict(recipe="examples/qlora-7b-10gb.yaml", cap_gib=10),
     "llama2-7b-10gib-fp16": dict(recipe="examples/qlora-7b-10gb.yaml", cap_gib=10, precision="fp16"),

@@ -103,12 +103,13 @@ def _brings_its_own_class(values: dict[str, Any]) -> bool:
 
 
 def _native(values: dict[str, Any], folder: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kept = {key: value for key, value in values.items() if key not in ("auto_map", "quantization_config")}
     try:
         return CONFIG_MAPPING[values["model_type"]].from_dict(kept)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"cannot use the configuration in {folder}", _first_line(error),
                         "correct config.json, or download it again") from error
 

@@ -87,7 +87,7 @@ def _pack_meta(shape: tuple[int, ...], format: str, double_quant: bool) -> Packe
     count = math.prod(shape)
 
     def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device="meta")
+        return torch.empty(size, dtype=dtype, device="meta")
 
     if format == "int8":
         rows = count // shape[-1]
@@ -104,7 +104,7 @@ def _pack_meta(shape: tuple[int, ...], format: str, double_quant: bool) -> Packe
         tensors |= {
             "absmax": empty(blocks, dtype=torch.uint8),
             "absmax2": empty(-(-blocks // BLOCK_SCALES), dtype=torch.float32),
-            "offset": empty((), dtype=torch.float32),
+            "offset": empty(dtype=torch.float32),
             "code2": empty(256, dtype=torch.float32),
         }
     else:

@@ -26,18 +26,19 @@ def apply(model: nn.Module, context: StepContext) -> dict[str, int]:
     """Replace what can be replaced; returns how many norms and MLPs were."""
     counts = {"norms": 0, "mlps": 0}
     for module in model.modules():
-        kind = norm_kind(type(module))
+        cls: Any = type(module)
+        kind = norm_kind(cls)
         if kind is not None:
             module.__dict__["forward"] = functools.partial(_norm_forward, module, kind, context)
             counts["norms"] += 1
-        elif is_gated_mlp(module):
-            module.__dict__["forward"] = functools.partial(_mlp_forward, module, activation_of(module))
+        elif (activation := activation_of(module)) is not None and _has_mlp_source(cls):
+            module.__dict__["forward"] = functools.partial(_mlp_forward, module, activation)
             counts["mlps"] += 1
     return counts
 
 
 @functools.lru_cache(maxsize=256)
-def norm_kind(cls: type) -> str | None:
+def norm_kind(cls: Any) -> str | None:
     """ "plain" for weight * x / rms, "offset" for (1 + weight) * x / rms, None for anything else. Found by trying."""
     if "RMSNorm" not in cls.__name__ or "Gated" in cls.__name__:
         return None
@@ -72,11 +73,12 @@ def activation_of(module: nn.Module) -> str | None:
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether a module's forward is down(act(gate(x)) * up(x)), by its source."""
-    return activation_of(module) is not None and _has_mlp_source(type(module))
+    cls: Any = type(module)
+    return activation_of(module) is not None and _has_mlp_source(cls)
 
 
 @functools.lru_cache(maxsize=256)
-def _has_mlp_source(cls: type) -> bool:
+def _has_mlp_source(cls: Any) -> bool:
     return _MLP_SOURCE in inspect.getsource(cls.forward)
 
 

@@ -76,9 +76,12 @@ def _capability(device: Device) -> tuple[int, int] | None:
 
 def _cpu(recipe: Recipe, machine: Machine) -> Target:
     budget, reason = int(machine.ram_available_bytes * RAM_SHARE), f"{RAM_SHARE:.0%} of the available RAM"
+    notes = list(machine.notes)
+    if recipe.vram is not None:
+        notes.append("--vram limits a GPU's memory; this plan is for the CPU, which --ram limits")
     if recipe.ram is not None and from_gib(recipe.ram) < budget:
         budget, reason = from_gib(recipe.ram), "--ram"
-    return Target("cpu", "CPU", budget, reason, None, processor_has_bf16(), False, tuple(machine.notes))
+    return Target("cpu", "CPU", budget, reason, None, processor_has_bf16(), False, tuple(notes))
 
 
 def processor_has_bf16() -> bool:

@@ -22,7 +22,7 @@ def prepare(plan: Plan, index: int) -> list[str]:
     """
     import torch
 
-    notes = []
+    notes: list[str] = []
     if plan.device != "cuda":
         return notes
     given = next((name for name in _ENVIRONMENT if os.environ.get(name)), None)

@@ -113,21 +113,7 @@ def plan_session(session: Session) -> PlanResult:
         packing_gain=packing_gain(session.data.train, recipe.batch, recipe.seq_len),
         most_step_tokens=sum(sorted(lengths)[-recipe.batch :]),
     )
-    result = make_plan(recipe, hardware.probe(), config=session.config, data=facts)
-    check_optimizer(result.plan.optimizer, result.plan.device)  # before the run folder is made
-    return result
-
-
-def check_optimizer(name: str, device: str) -> None:
-    """Raises UserError when this optimizer does not run on this kind of device."""
-    from fitune.engine.optimizers import NEEDS_CUDA
-
-    if name in NEEDS_CUDA and device != "cuda":
-        raise UserError(
-            f"optimizer {name} cannot run here",
-            "paged state needs an NVIDIA GPU's unified memory",
-            "use --optimizer adamw or adamw8bit",
-        )
+    return make_plan(recipe, hardware.probe(), config=session.config, data=facts)
 
 
 def require_fit(result: PlanResult) -> Plan:

@@ -1,0 +1,141 @@
+"""The choice among candidates against trying every one of them, on made-up models and on traced ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fitune.memory.trace import Tracer
+from fitune.planner.ladder import (
+    BYTES_PER_LOGIT,
+    LOSS_CHUNK_BYTES,
+    SMALLEST_CHUNK,
+    Search,
+    default_chunk,
+    micro_batches,
+    relative_cost,
+)
+from tests.memory.brute import cuda_plan
+from tests.planner.case import config
+
+
+@pytest.fixture(scope="module", params=["lora", "full", "nf4, mixture of experts"])
+def terms_of(request):
+    """Traced terms of a small model, about 6 layers."""
+    if request.param.startswith("nf4"):
+        conf = config("qwen3_moe", num_hidden_layers=6, moe_intermediate_size=256, decoder_sparse_step=2)
+        plan = cuda_plan(conf, base_format="nf4")
+    else:
+        conf = config(num_hidden_layers=6)
+        plan = cuda_plan(conf, method=request.param)
+    return Tracer(conf, plan).terms
+
+
+def search(terms_of, **changes):
+    values = dict(
+        terms_of=terms_of, num_rows=4, width=256, chunk=256, fixed_chunk=False, micro_batch=None, recompute=None
+    )
+    return Search(**(values | changes))
+
+
+def everything(made):
+    """Every candidate there is, by brute force."""
+    num_layers = len(made._kinds(1, made.chunk))
+    rows = [made.micro_batch] if made.micro_batch else micro_batches(made.num_rows)
+    layers = [made.recompute] if made.recompute is not None else range(num_layers + 1)
+    return [made._candidate(r, n, c) for r in rows for n in layers for c in made._chunks()]
+
+
+def limits(candidates):
+    """Limits around every candidate's need."""
+    needs = sorted({c.peak_bytes for c in candidates})
+    return [needs[0] - 1, *needs, needs[-1] + 1, *((a + b) // 2 for a, b in zip(needs, needs[1:], strict=False))]
+
+
+CASES = {
+    "free": {},
+    "micro-batch fixed": dict(micro_batch=2),
+    "layers fixed": dict(recompute=3),
+    "none recomputed": dict(recompute=0),
+    "chunk fixed": dict(fixed_chunk=True),
+    "one row": dict(num_rows=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_choice_fits_and_recomputes_the_fewest_layers(terms_of, case):
+    made = search(terms_of, **case)
+    candidates = everything(made)
+    for limit in limits(candidates):
+        for found in made.fitting(limit):
+            assert found.peak_bytes <= limit
+            fewer = [
+                c for c in candidates
+                if c.micro_batch == found.micro_batch and c.loss_chunk == found.loss_chunk
+                and c.recompute_layers < found.recompute_layers and c.peak_bytes <= limit
+            ]  # fmt: skip
+            assert fewer == []
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_says_that_nothing_fits_only_when_nothing_does(terms_of, case):
+    made = search(terms_of, **case)
+    candidates = everything(made)
+    for limit in limits(candidates):
+        fits = any(c.peak_bytes <= limit for c in candidates)
+        assert bool(made.fitting(limit)) == fits, limit - min(c.peak_bytes for c in candidates)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_smallest_candidate_is_the_smallest(terms_of, case):
+    made = search(terms_of, **case)
+    assert made.smallest().peak_bytes == min(c.peak_bytes for c in everything(made))
+
+
+def test_what_is_fixed_stays(terms_of):
+    made = search(terms_of, micro_batch=2, recompute=3, fixed_chunk=True)
+    for limit in (0, 10**12):
+        for found in [made.smallest(), *made.fitting(limit)]:
+            assert (found.micro_batch, found.recompute_layers, found.loss_chunk) == (2, 3, 256)
+
+
+def test_more_memory_is_never_slower(terms_of):
+    made = search(terms_of)
+    costs = []
+    for limit in sorted(limits(everything(made))):
+        found = made.fitting(limit)
+        costs.append(min((c.cost for c in found), default=float("inf")))
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == relative_cost(4, 256, 0, 6)
+
+
+def test_the_large_chunk_comes_first(terms_of):
+    found = search(terms_of).fitting(10**12)
+    assert {c.loss_chunk for c in found} == {256}
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(1, [1]), (2, [2, 1]), (8, [8, 4, 2, 1]), (5, [5, 3, 2, 1]), (100, [100, 50, 25, 13, 7, 4, 2, 1])],
+)
+def test_micro_batches(rows, sizes):
+    assert micro_batches(rows) == sizes
+
+
+@pytest.mark.parametrize("vocab_size", [256, 32_000, 49_152, 128_256, 151_936, 262_144, 10_000_000])
+def test_default_chunk(vocab_size):
+    chunk = default_chunk(vocab_size)
+    assert chunk % SMALLEST_CHUNK == 0 and SMALLEST_CHUNK <= chunk <= 1024
+    assert chunk * vocab_size * BYTES_PER_LOGIT <= LOSS_CHUNK_BYTES or chunk == SMALLEST_CHUNK
+
+
+def test_cost():
+    """A third of a step is forward: recomputing every layer costs a third more; small passes pay their fixed cost."""
+    assert relative_cost(8, 10**9, 32, 32) / relative_cost(8, 10**9, 0, 32) == pytest.approx(4 / 3)
+    assert relative_cost(1, 2048, 0, 32) > relative_cost(2, 2048, 0, 32) > relative_cost(4, 2048, 0, 32) > 1
+    rng = random.Random(0)
+    for _ in range(50):
+        layers = rng.randint(1, 80)
+        costs = [relative_cost(2, 512, n, layers) for n in range(layers + 1)]
+        assert costs == sorted(costs)

@@ -1,0 +1,98 @@
+"""Which device a plan is for, and how much of its memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from fitune.errors import UserError
+from fitune.planner.target import RAM_SHARE, choose_target
+from tests.planner.case import GIB, TURING, card, machine, recipe
+
+TWO = machine(card(index=0, name="First"), card(8 * GIB, index=1, name="Second"))
+
+
+def test_without_a_card_the_processor():
+    target = choose_target(recipe(), machine(ram_bytes=16 * GIB))
+    assert (target.device, target.name, target.compute_capability) == ("cpu", "CPU", None)
+    assert target.budget_bytes == int(16 * GIB * RAM_SHARE)
+    assert target.budget_reason == "90% of the available RAM"
+    assert not target.flash
+
+
+@pytest.mark.parametrize(("ram", "budget", "reason"), [(4, 4 * GIB, "--ram"), (100, int(16 * GIB * 0.9), "90% of")])
+def test_ram_is_a_cap(ram, budget, reason):
+    target = choose_target(recipe(ram=ram), machine(ram_bytes=16 * GIB))
+    assert target.budget_bytes == budget and target.budget_reason.startswith(reason)
+
+
+def test_the_processor_when_asked_for():
+    assert choose_target(recipe(devices="cpu"), TWO).device == "cpu"
+    assert choose_target(recipe(devices=" CPU "), TWO).device == "cpu"
+
+
+def test_a_card_is_taken_before_the_processor():
+    target = choose_target(recipe(), machine(card(10 * GIB, name="RTX 3080")))
+    assert (target.device, target.name, target.budget_bytes) == ("cuda", "RTX 3080", 10 * GIB)
+    assert target.compute_capability == (8, 6) and target.bf16 and target.flash
+    assert target.budget_reason == "what is free on RTX 3080"
+
+
+def test_of_several_cards_one_and_it_is_said():
+    target = choose_target(recipe(), TWO)
+    assert target.name == "First"
+    assert target.notes == ("2 GPUs are there; this version trains on one of them (GPU 0)",)
+
+
+@pytest.mark.parametrize("wanted", ["1", "cuda:1", " CUDA:1 "])
+def test_a_card_by_its_index(wanted):
+    target = choose_target(recipe(devices=wanted), TWO)
+    assert (target.name, target.budget_bytes, target.notes) == ("Second", 8 * GIB, ())
+
+
+@pytest.mark.parametrize("wanted", ["2", "gpu", "0,1"])
+def test_a_card_that_is_not_there(wanted):
+    with pytest.raises(UserError) as caught:
+        choose_target(recipe(devices=wanted), TWO)
+    assert caught.value.what == f"no GPU {wanted}"
+    assert caught.value.why == "the GPUs here are 0 (First), 1 (Second)"
+    assert caught.value.fix == "use one index, such as --devices 0"
+
+
+def test_a_card_where_there_is_none():
+    with pytest.raises(UserError) as caught:
+        choose_target(recipe(devices="0"), machine())
+    assert (caught.value.what, caught.value.exit_code) == ("no GPU 0", 2)
+    assert "use --devices cpu, or plan for a card with --gpu NAME" in str(caught.value)
+
+
+def test_memory_of_other_processes_is_not_counted_on():
+    """What is free now, and never what the driver keeps."""
+    busy = card(10 * GIB, reserved_bytes=GIB // 4, free_bytes=6 * GIB, used_by_others_bytes=3 * GIB, name="Busy")
+    target = choose_target(recipe(), machine(busy))
+    assert target.budget_bytes == 6 * GIB
+    assert target.budget_reason == "what is free on Busy (3.00 GiB are used by other processes)"
+    idle = card(10 * GIB, reserved_bytes=GIB // 4, free_bytes=10 * GIB)
+    assert choose_target(recipe(), machine(idle)).budget_bytes == 10 * GIB - GIB // 4
+
+
+def test_a_card_one_does_not_have_is_empty():
+    virtual = machine(card(10 * GIB, free_bytes=0, name="Wish"), assumptions="assumed: 1 x Wish")
+    target = choose_target(recipe(), virtual)
+    assert (target.budget_bytes, target.budget_reason) == (10 * GIB, "all of a Wish")
+
+
+@pytest.mark.parametrize(("vram", "budget"), [(6, 6 * GIB), ("6GiB", 6 * GIB), (11, 10 * GIB)])
+def test_vram_is_a_cap(vram, budget):
+    target = choose_target(recipe(vram=vram), machine(card(10 * GIB)))
+    assert target.budget_bytes == budget
+    assert (target.budget_reason == "--vram") == (budget == 6 * GIB)
+
+
+def test_what_an_older_card_cannot_do():
+    target = choose_target(recipe(), machine(card(**TURING)))
+    assert (target.bf16, target.flash, target.compute_capability) == (False, False, (7, 5))
+
+
+def test_a_card_without_a_compute_capability():
+    target = choose_target(recipe(), machine(card(vendor="AMD", compute_capability="gfx942")))
+    assert target.compute_capability is None

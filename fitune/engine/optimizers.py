@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fitune.errors import UserError
+from fitune.model.formats import load_bitsandbytes
 
 NEEDS_CUDA = ("paged_adamw", "paged_adamw8bit")
 EIGHT_BIT = ("adamw8bit", "paged_adamw8bit", "lion8bit")
@@ -43,7 +44,7 @@ def build_optimizer(
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, fused=True)  # no copy of the gradients
     try:
-        import bitsandbytes.optim as bnb
+        bnb = load_bitsandbytes().optim
     except ImportError as error:
         raise UserError(f"optimizer {name} needs bitsandbytes", str(error), "pip install bitsandbytes") from None
     kinds = {

@@ -9,14 +9,24 @@ the compute dtype, unlike LLM.int8).
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 BLOCK_4BIT = 64  # values per scale, as in QLoRA
 BLOCK_SCALES = 256  # scales per second-level scale (double quantisation)
 DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_bitsandbytes() -> Any:
+    """The library, without its advice to install a hub client for a kernel that fitune does not use."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import bitsandbytes
+
+    return bitsandbytes
 
 
 class Scratch:
@@ -72,7 +82,7 @@ def pack(weight: torch.Tensor, format: str, double_quant: bool = True) -> Packed
         scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
         codes = torch.round(rows / scale).clamp_(-127, 127).to(torch.int8)
         return Packed(format, shape, {"codes": codes, "scale": scale})
-    import bitsandbytes.functional as bnb
+    bnb = load_bitsandbytes().functional
 
     codes, state = bnb.quantize_4bit(
         weight.contiguous(), blocksize=BLOCK_4BIT, compress_statistics=double_quant, quant_type=format
@@ -96,7 +106,7 @@ def _pack_meta(shape: tuple[int, ...], format: str, double_quant: bool) -> Packe
             shape,
             {"codes": empty(rows, shape[-1], dtype=torch.int8), "scale": empty(rows, 1, dtype=torch.float32)},
         )
-    import bitsandbytes  # noqa: F401  (registers the ops that unpack, with their meta implementations)
+    load_bitsandbytes()  # registers the ops that unpack, with their meta implementations
 
     blocks = -(-count // BLOCK_4BIT)
     tensors = {"codes": empty((count + 1) // 2, 1, dtype=torch.uint8)}

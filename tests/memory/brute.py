@@ -11,7 +11,7 @@ from fitune.engine.driver import Driver
 from fitune.engine.optimizers import Masters
 from fitune.engine.step import evaluate, forward_backward
 from fitune.memory.trace import StorageTracker
-from fitune.model.build import add_adapter, build, fill, meta_weights
+from fitune.model.build import add_adapter, build, fill, make_scratch, meta_weights
 from tests import tiny
 
 
@@ -29,9 +29,15 @@ class WholeModel:
         self.driver.check()
         self.trains_embedding = any(p.requires_grad for p in self.built.model.get_input_embeddings().parameters())
 
+    def prepare(self, chunk: int) -> None:
+        """As the engine does before its first step."""
+        self.built.context.scratch = make_scratch(self.built, chunk)
+
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the device before the first step."""
-        found = [*self.built.model.parameters(), *self.built.model.buffers(), *self.masters.parameters()]
+        scratch = self.built.context.scratch
+        found = [scratch.buffer] if scratch is not None else []
+        found += [*self.built.model.parameters(), *self.built.model.buffers(), *self.masters.parameters()]
         found += [t for linear in self.built.linears.values() for t in linear.packed.tensors.values()]
         return found + [t for e in self.built.experts for p in e.packed.values() for t in p.tensors.values()]
 

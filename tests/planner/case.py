@@ -12,6 +12,7 @@ from fitune.planner import DataFacts, PlanResult, make_plan
 from fitune.units import GIB, MIB
 from tests import tiny
 
+TIGHT = 150 * MIB  # lora on the small model of `config` needs 81 to 270 MiB of tensors
 AMPERE: dict[str, Any] = dict(compute_capability="8.6", bf16=True, flash_attention=True)
 TURING: dict[str, Any] = dict(compute_capability="7.5", bf16=False, flash_attention=False)
 
@@ -43,7 +44,7 @@ def config(name: str = "llama", **changes: Any) -> Any:
 
 
 def recipe(**values: Any) -> Any:
-    return recipes.build(dict(model="m", seq_len=512, batch=8) | values)
+    return recipes.build(dict(model="m", seq_len=256, batch=4) | values)
 
 
 def plan(
@@ -63,7 +64,3 @@ def peak(result: PlanResult) -> int:
 def reason(result: PlanResult, decision: str) -> Any:
     (found,) = [r for r in result.reasons if r.decision == decision]
     return found
-
-
-__all__ = ["GIB", "MIB", "AMPERE", "TURING", "DataFacts", "card", "card_for", "config", "machine", "peak", "plan",
-           "reason", "recipe"]  # fmt: skip

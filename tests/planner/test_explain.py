@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from tests.planner.case import GIB, MIB, TURING, card, config, machine, peak, plan, reason
+from tests.planner.case import GIB, TIGHT, TURING, card, config, machine, peak, plan, reason
 
 DECISIONS = ["method", "base format", "precision", "attention", "embedding", "loss", "packing", "micro-batch",
              "recomputation", "optimizer"]  # fmt: skip
@@ -15,7 +15,7 @@ def inexact(result):
     return {r.decision for r in result.reasons if not r.exact}
 
 
-@pytest.mark.parametrize("limit", [24 * GIB, 420 * MIB, 1])
+@pytest.mark.parametrize("limit", [24 * GIB, TIGHT, 1])
 def test_one_reason_per_decision(limit):
     result = plan(limit)
     assert [r.decision for r in result.reasons] == DECISIONS
@@ -59,8 +59,8 @@ def test_why_a_precision():
 
 
 def test_why_a_micro_batch_and_recomputation():
-    roomy, tight, asked = plan(24 * GIB), plan(420 * MIB), plan(micro_batch=2, recompute=3)
-    assert (reason(roomy, "micro-batch").value, reason(roomy, "recomputation").value) == ("8 of 8", "0 of 8 layers")
+    roomy, tight, asked = plan(24 * GIB), plan(TIGHT), plan(micro_batch=2, recompute=3)
+    assert (reason(roomy, "micro-batch").value, reason(roomy, "recomputation").value) == ("4 of 4", "0 of 8 layers")
     assert reason(roomy, "micro-batch").why == "the whole batch fits at once"
     assert reason(roomy, "recomputation").why == "all activations fit: nothing is computed twice"
     assert reason(tight, "recomputation").why.startswith("the fewest that fit")
@@ -69,7 +69,7 @@ def test_why_a_micro_batch_and_recomputation():
         "3 of 8 layers",
         "you asked for it",
     )
-    assert reason(plan(packing=True), "micro-batch").value == "8 of 8 (rows)"
+    assert reason(plan(packing=True), "micro-batch").value == "4 of 4 (rows)"
 
 
 def test_why_a_method():

@@ -12,7 +12,21 @@ from fitune.memory.constants import HEADROOM, overheads
 from fitune.planner import make_plan
 from fitune.planner.make import attention_kernel
 from fitune.planner.result import FIELDS, PHASES
-from tests.planner.case import GIB, MIB, TURING, DataFacts, card, card_for, config, machine, peak, plan, reason, recipe
+from tests.planner.case import (
+    GIB,
+    MIB,
+    TIGHT,
+    TURING,
+    DataFacts,
+    card,
+    card_for,
+    config,
+    machine,
+    peak,
+    plan,
+    reason,
+    recipe,
+)
 
 # -- budgets --------------------------------------------------------------------------------------------------------
 
@@ -35,29 +49,32 @@ def test_every_phase_of_a_plan_that_fits_is_within_the_budget(method):
         assert result.predicted["peak_allocated_bytes"] == max(p for p in phases if p is not None)
         seen.add((result.plan.micro_batch, result.plan.recompute_layers))
         limit = peak(result) - 1
-    assert len(seen) >= 5, "smaller and smaller plans"
+    assert len(seen) >= (3 if method == "full" else 5), "smaller and smaller plans"
     assert result.nearest_fits
 
 
 def test_vram_is_a_cap_on_the_whole_device():
-    free, capped = plan(method="lora"), plan(method="lora", vram=1.2)
-    assert free.plan.budget_bytes == 24 * GIB and capped.plan.budget_bytes == int(1.2 * GIB)
+    free, capped = plan(method="lora"), plan(method="lora", vram=1.0)
+    assert free.plan.budget_bytes == 24 * GIB and capped.plan.budget_bytes == 1 * GIB
     assert capped.fits and peak(capped) < peak(free)
     assert capped.plan.recompute_layers > free.plan.recompute_layers or capped.plan.micro_batch < free.plan.micro_batch
 
 
 def test_ram_is_the_budget_of_the_processor():
     free, capped = (
-        plan(on=machine(), devices="cpu", precision="fp32", method="lora", **more) for more in ({}, {"ram": 0.5})
+        plan(on=machine(), devices="cpu", precision="fp32", method="lora", **more) for more in ({}, {"ram": 0.3})
     )
     assert free.plan.device == capped.plan.device == "cpu"
-    assert (free.plan.budget_bytes, capped.plan.budget_bytes) == (int(32 * GIB * 0.9), GIB // 2)
-    assert capped.fits and capped.predicted["peak_allocated_bytes"] <= GIB // 2 < free.predicted["peak_allocated_bytes"]
+    assert (free.plan.budget_bytes, capped.plan.budget_bytes) == (int(32 * GIB * 0.9), int(0.3 * GIB))
+    assert (
+        capped.fits
+        and capped.predicted["peak_allocated_bytes"] <= int(0.3 * GIB) < free.predicted["peak_allocated_bytes"]
+    )
 
 
 def test_memory_that_others_hold_is_left_alone():
-    busy = machine(card(free_bytes=int(1.2 * GIB), used_by_others_bytes=22 * GIB))
-    assert plan(on=busy, method="lora").plan.budget_bytes == int(1.2 * GIB)
+    busy = machine(card(free_bytes=1 * GIB, used_by_others_bytes=22 * GIB))
+    assert plan(on=busy, method="lora").plan.budget_bytes == 1 * GIB
 
 
 # -- precision ------------------------------------------------------------------------------------------------------
@@ -105,7 +122,7 @@ FIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", [10 * GIB, 300 * MIB, 60 * MIB], ids=["roomy", "tight", "does not fit"])
+@pytest.mark.parametrize("limit", [10 * GIB, TIGHT, 30 * MIB], ids=["roomy", "tight", "does not fit"])
 @pytest.mark.parametrize("name", FIXED)
 def test_what_is_asked_for_is_never_changed(name, limit):
     asked, got = FIXED[name]
@@ -128,7 +145,7 @@ def test_more_layers_than_there_are():
 
 
 def test_the_effective_batch_is_never_changed():
-    for limit in (10 * GIB, 400 * MIB, 250 * MIB):
+    for limit in (10 * GIB, TIGHT, 100 * MIB):
         made = plan(limit, batch=6).plan
         assert made.batch == 6 and made.micro_batch <= 6
 
@@ -160,7 +177,8 @@ def test_auto_takes_the_quantised_base_only_when_the_wide_one_does_not_fit():
     ("asked", "got"),
     [
         (dict(method="lora"), "bf16"), (dict(method="qlora"), "nf4"), (dict(method="qlora", base_format="fp4"), "fp4"),
-        (dict(method="qlora", base_format="int8"), "int8"), (dict(base_format="fp16"), "fp16"), (dict(method="full"), "bf16"),
+        (dict(method="qlora", base_format="int8"), "int8"), (dict(base_format="fp16"), "fp16"),
+        (dict(method="full"), "bf16"),
         (dict(method="lora", base_format="fp32"), "fp32"),
     ],
     ids=str,
@@ -183,22 +201,22 @@ def test_embedding_goes_to_host_memory_where_it_is_frozen_and_untied():
 
 def test_with_room_nothing_is_computed_twice_or_split():
     made = plan(24 * GIB, method="lora").plan
-    assert (made.micro_batch, made.recompute_layers) == (8, 0)
+    assert (made.micro_batch, made.recompute_layers) == (4, 0)
 
 
 def test_fewest_recomputed_layers():
     """One layer fewer does not fit: checked by asking for it."""
-    result = plan(420 * MIB, method="lora")
-    assert result.fits and 0 < result.plan.recompute_layers
+    result = plan(TIGHT, method="lora")
+    assert result.fits and result.plan.recompute_layers > 0
     asked = dict(method="lora", micro_batch=result.plan.micro_batch, loss_chunk=result.plan.loss_chunk)
-    same = plan(420 * MIB, recompute=result.plan.recompute_layers, **asked)
-    fewer = plan(420 * MIB, recompute=result.plan.recompute_layers - 1, **asked)
+    same = plan(TIGHT, recompute=result.plan.recompute_layers, **asked)
+    fewer = plan(TIGHT, recompute=result.plan.recompute_layers - 1, **asked)
     assert same.fits and same.predicted == result.predicted
     assert not fewer.fits
 
 
 def test_alternatives_fit_and_cost_more():
-    result = plan(420 * MIB, method="lora")
+    result = plan(TIGHT, method="lora")
     assert result.alternatives
     for other in result.alternatives:
         made = plans.from_dict(other["plan"])
@@ -206,7 +224,7 @@ def test_alternatives_fit_and_cost_more():
             result.plan.micro_batch, result.plan.recompute_layers,
         )  # fmt: skip
         again = plan(
-            420 * MIB,
+            TIGHT,
             method="lora",
             micro_batch=made.micro_batch,
             recompute=made.recompute_layers,
@@ -219,7 +237,7 @@ def test_alternatives_fit_and_cost_more():
 
 
 def facts(**changes):
-    return DataFacts(**(dict(longest_tokens=200, packing_gain=1.0, most_step_tokens=900) | changes))
+    return DataFacts(**(dict(longest_tokens=100, packing_gain=1.0, most_step_tokens=450) | changes))
 
 
 @pytest.mark.parametrize(("gain", "packed"), [(1.0, False), (1.09, False), (1.1, True), (3.0, True)])
@@ -238,18 +256,18 @@ def test_packing_without_data_and_as_asked_for():
 
 
 def test_memory_follows_the_longest_record():
-    """512 tokens are allowed; the data's longest record has 200."""
-    assert peak(plan(method="lora", data=facts())) == peak(plan(method="lora", seq_len=200))
+    """256 tokens are allowed; the data's longest record has 100."""
+    assert peak(plan(method="lora", data=facts())) == peak(plan(method="lora", seq_len=100))
     assert peak(plan(method="lora", data=facts(longest_tokens=5000))) == peak(plan(method="lora"))
 
 
 def test_memory_follows_what_packed_rows_can_hold():
-    """A step of at most 900 tokens in rows of 512 makes at most 4 rows of the 8."""
-    packed = plan(method="lora", packing=True, data=facts())
+    """A step of at most 450 tokens in rows of 256 makes at most 4 rows of the 8."""
+    packed = plan(method="lora", packing=True, batch=8, data=facts())
     assert packed.plan.micro_batch == 4 and packed.plan.batch == 8
     assert peak(packed) == peak(plan(method="lora", micro_batch=4, batch=4))
-    few = plan(method="lora", packing=True, data=facts(most_step_tokens=300))
-    assert peak(few) == peak(plan(method="lora", batch=2, seq_len=300))
+    few = plan(method="lora", packing=True, batch=8, data=facts(most_step_tokens=150))
+    assert peak(few) == peak(plan(method="lora", batch=2, seq_len=150))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon"])
@@ -283,9 +301,9 @@ def test_beyond_learned_positions():
 
 
 def test_beyond_rotary_positions_is_a_note():
-    result = plan(seq_len=5000)
+    result = plan(seq_len=5000, batch=1)
     assert any("5000 is beyond the 4096 positions" in note and "--rope-scaling" in note for note in result.notes)
-    assert plan(seq_len=4096).notes == ()
+    assert plan(seq_len=4096, batch=1).notes == ()
 
 
 # -- contradictions -------------------------------------------------------------------------------------------------
@@ -299,7 +317,7 @@ def test_unknown_target_names_those_there_are():
 # -- the contract ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [24 * GIB, 420 * MIB, 1], ids=["roomy", "tight", "does not fit"])
+@pytest.mark.parametrize("limit", [24 * GIB, TIGHT, 1], ids=["roomy", "tight", "does not fit"])
 def test_json(limit):
     """`fitune plan --json` as DESIGN has it; a field that is not computed is null, never a guess."""
     result = plan(limit, method="lora")
@@ -320,21 +338,21 @@ def test_json(limit):
 
 
 def test_plan_round_trip():
-    made = plan(420 * MIB, lora_targets="q_proj,v_proj").plan
+    made = plan(TIGHT, lora_targets="q_proj,v_proj").plan
     again = plans.from_json(made.to_json())
     assert again == made and again.adapter.targets == ("q_proj", "v_proj") and again.reasons == made.reasons
     assert again.predicted["phases"]["step"]["peak_allocated_bytes"] > 0
 
 
 def test_the_same_question_has_the_same_answer():
-    assert plan(420 * MIB).as_dict() == plan(420 * MIB).as_dict()
+    assert plan(TIGHT).as_dict() == plan(TIGHT).as_dict()
 
 
 def test_by_name_for_a_card_of_the_catalog():
     result = make_plan(recipe(model="Qwen/Qwen3-0.6B", gpu="rtx3080", seq_len=1024, recompute="all", micro_batch=1))
-    assert result.fits and result.plan.device_name == "GeForce RTX 3080"
+    assert result.fits and result.plan.device_name == "GeForce RTX 3080 10GB"
     assert 9 * GIB < result.plan.budget_bytes < 10 * GIB
-    assert result.notes[0].startswith("assumed: 1 x GeForce RTX 3080"), "assumptions come first"
+    assert result.notes[0].startswith("assumed: 1 x GeForce RTX 3080 10GB"), "assumptions come first"
 
 
 def test_several_cards_are_said_to_be_planned_as_one():

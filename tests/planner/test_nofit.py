@@ -4,87 +4,120 @@ from __future__ import annotations
 
 import pytest
 
-from fitune import recipe as recipes
+from fitune.catalog import gpus
 from fitune.planner import make_plan
-from tests.planner.case import GIB, MIB, config, peak, plan
-
-BIG = config(num_hidden_layers=12, hidden_size=1024, intermediate_size=4096)  # about 200 M parameters
+from tests.planner.case import MIB, card_for, config, machine, peak, plan, recipe
 
 
-def taken_up(values, entry, conf=BIG):
-    """The plan of the recipe with the offered settings."""
-    base = dict(model="m", seq_len=512, batch=8) | values
-    return make_plan(recipes.build(base | entry["setting"]), config=conf)
-
-
-def offers(values, conf=BIG):
-    result = make_plan(recipes.build(dict(model="m", seq_len=512, batch=8) | values), config=conf)
+def offers(limit_mib, **values):
+    result = plan(int(limit_mib * MIB), **values)
     assert not result.fits
-    return result
+    return result.nearest_fits
 
 
-def kinds(result):
-    return [next(iter(entry["setting"])) for entry in result.nearest_fits]
+def taken_up(limit_mib, values, entry):
+    """The plan with the offered settings, on the same machine or for the offered card."""
+    made = recipe(**(values | entry["setting"]))
+    where = None if "gpu" in entry["setting"] else machine(card_for(int(limit_mib * MIB)))
+    return make_plan(made, where, config=config())
+
+
+def kinds(entries):
+    return [next(iter(entry["setting"])) for entry in entries]
+
+
+ASKED = {
+    "lora": (70, dict(method="lora")),
+    "full": (300, dict(method="full")),
+    "auto, long records": (66, dict(seq_len=1024, batch=1)),
+    "micro-batch fixed": (50, dict(method="qlora", micro_batch=4)),
+    "recomputation fixed": (55, dict(method="qlora", recompute="none")),
+    "wide base fixed": (70, dict(base_format="bf16")),
+    "int8 base fixed": (50, dict(base_format="int8", seq_len=256)),
+}
+
+
+OPEN = {
+    "micro-batch fixed": "the shorter length is found for one row, whatever --micro-batch says",
+    "recomputation fixed": "the shorter length is found with everything recomputed, whatever --recompute says",
+    "wide base fixed": "method qlora contradicts the base_format that was asked for",
+    "int8 base fixed": "method qlora leaves the int8 base that was asked for as it is",
+}
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("limit_mib", "values"),
     [
-        dict(gpu="rtx-3050-ti-laptop", vram=1.2, method="lora"),
-        dict(gpu="rtx-3050-ti-laptop", method="full", seq_len=2048, batch=1),
-        dict(gpu="rtx3080", seq_len=16384, batch=1, vram=1.3),
+        pytest.param(*case, id=name, marks=[pytest.mark.xfail(reason=OPEN[name], strict=True)] if name in OPEN else [])
+        for name, case in ASKED.items()
     ],
-    ids=["lora", "full", "long records"],
 )
-def test_what_is_offered_fits(values):
-    result = offers(values)
-    assert result.nearest_fits
-    for entry in result.nearest_fits:
-        if "gpu" in entry["setting"] and "vram" in values:
-            continue  # see below
-        again = taken_up(values, entry)
-        assert again.fits, entry["change"]
-        assert entry["needs_bytes"] > 0
+def test_what_is_offered_fits(limit_mib, values):
+    entries = offers(limit_mib, **values)
+    assert entries
+    for entry in entries:
+        again = taken_up(limit_mib, values, entry)
+        assert again.fits, entry
+        assert "gpu" in entry["setting"] or entry["needs_bytes"] <= limit_mib * MIB
+
+
+@pytest.mark.xfail(reason="the offer names a card and leaves --vram in place", strict=True)
+def test_a_card_is_offered_without_the_cap_that_was_in_the_way():
+    """--vram caps the card one has; an offer of a larger card lifts it."""
+    values = dict(method="full", vram=1.0)
+    for entry in make_plan(recipe(**values), machine(card_for(10_000 * MIB)), config=config()).nearest_fits:
+        if "gpu" in entry["setting"]:
+            assert taken_up(0, values, entry).fits
 
 
 def test_a_shorter_sequence_is_the_longest_that_fits():
-    values = dict(gpu="rtx-3050-ti-laptop", vram=1.2, method="qlora", seq_len=8192, batch=1)
-    result = offers(values)
-    (entry,) = [e for e in result.nearest_fits if "seq_len" in e["setting"]]
+    values = dict(method="qlora", seq_len=1024, batch=2)
+    (entry,) = [e for e in offers(70, **values) if "seq_len" in e["setting"]]
     length = entry["setting"]["seq_len"]
-    assert length % 128 == 0 and entry["change"] == f"shorter records: --seq-len {length}"
-    assert not taken_up(values, {"setting": {"seq_len": length + 128}}).fits
-    assert peak(taken_up(values, entry)) <= entry["needs_bytes"] + 0.2 * GIB
+    assert length % 128 == 0 and 128 <= length < 1024
+    assert entry["change"] == f"shorter records: --seq-len {length}"
+    assert not taken_up(70, values, {"setting": {"seq_len": length + 128}}).fits
+
+
+@pytest.mark.xfail(reason="lengths up to the last whole 128 below seq_len - 128 are tried only", strict=True)
+def test_a_length_that_is_no_multiple_of_128():
+    """Of 300 tokens the longest length offered is 256."""
+    values = dict(method="qlora", batch=1)
+    enough, needed = (peak(plan(1, seq_len=length, **values)) / MIB for length in (256, 300))
+    (entry,) = [e for e in offers((enough + needed) / 2, seq_len=300, **values) if "seq_len" in e["setting"]]
+    assert entry["setting"]["seq_len"] == 256
+
+
+def test_no_length_helps():
+    assert "seq_len" not in kinds(offers(1, method="qlora", seq_len=1024))
+    assert "seq_len" not in kinds(offers(1, method="qlora", seq_len=128))
 
 
 def test_a_quantised_base_is_offered_only_where_it_helps():
-    lora = offers(dict(gpu="rtx-3050-ti-laptop", vram=1.2, method="lora"))
-    assert lora.nearest_fits[0]["change"] == "QLoRA: a frozen nf4 base (approximate)"
-    assert "method" not in kinds(offers(dict(gpu="rtx-3050-ti-laptop", vram=1.1, method="qlora", seq_len=8192)))
-    assert "method" not in kinds(offers(dict(gpu="rtx-3050-ti-laptop", vram=0.9, method="lora")))
+    assert offers(70, method="lora")[0]["change"] == "QLoRA: a frozen nf4 base (approximate)"
+    assert "method" not in kinds(offers(20, method="lora")), "nf4 does not fit either"
+    assert "method" not in kinds(offers(20, method="qlora"))
 
 
 def test_the_card_offered_is_the_smallest_that_fits():
-    from fitune.catalog import gpus
-
-    values = dict(gpu="rtx-3050-ti-laptop", method="full", seq_len=2048, batch=1)
-    (entry,) = [e for e in offers(values).nearest_fits if "gpu" in e["setting"]]
+    """Of the NVIDIA cards with the same kernels, by memory."""
+    values = dict(method="full", seq_len=4096, batch=1, recompute="none", micro_batch=1)
+    (entry,) = [e for e in offers(100, **values) if "gpu" in e["setting"]]
     offered = gpus.find(entry["setting"]["gpu"])[0]
     assert offered.name in entry["change"] and offered.flash_attention
-    smaller = [g for g in gpus.all_gpus() if g.vendor == "NVIDIA" and g.flash_attention
-               and g.usable_bytes < offered.usable_bytes]  # fmt: skip
-    assert smaller
-    for gpu in sorted(smaller, key=lambda g: -g.usable_bytes)[:2]:
-        assert not taken_up(values, {"setting": {"gpu": gpu.id}}).fits, gpu.id
+    fitting = [
+        g for g in gpus.all_gpus()
+        if g.vendor == "NVIDIA" and g.flash_attention and taken_up(100, values, {"setting": {"gpu": g.id}}).fits
+    ]  # fmt: skip
+    assert offered.usable_bytes == min(g.usable_bytes for g in fitting)
 
 
 def test_the_plan_that_does_not_fit_is_the_smallest_there_is():
-    result = plan(100 * MIB, method="lora")
-    assert not result.fits
+    result = plan(50 * MIB, method="lora")
+    assert not result.fits and result.alternatives == ()
     assert (result.plan.micro_batch, result.plan.recompute_layers) == (1, 8)
-    assert result.alternatives == ()
 
 
 def test_no_card_is_offered_to_the_processor():
-    result = make_plan(recipes.build(dict(model="m", devices="cpu", ram=0.2, method="lora")), config=BIG)
-    assert not result.fits and "gpu" not in kinds(result)
+    result = make_plan(recipe(devices="cpu", ram=0.05, method="lora", precision="fp32"), machine(), config=config())
+    assert not result.fits and "gpu" not in kinds(result.nearest_fits)

@@ -98,6 +98,11 @@ def abstract_state(name: str, parameters: Iterable[torch.Tensor]) -> list[torch.
     return made
 
 
+def update_peak_bytes(name: str, parameters: Iterable[torch.Tensor]) -> int:
+    """What an update allocates besides state: Adafactor's fp32 copy of the largest tensor; the others work in place."""
+    return max((p.numel() * 4 for p in parameters), default=0) if name == "adafactor" else 0
+
+
 class Masters:
     """fp32 copies of trained parameters that compute in 16 bit; a fp32 parameter is its own master.
 

@@ -59,6 +59,7 @@ def forward_backward(
         The unscaled sum of token losses, a fp32 scalar on the device (no synchronisation happens here).
     """
     num_layers = len(driver.built.layers)
+    assert 0 <= recompute_layers <= num_layers, f"{recompute_layers} of {num_layers} layers cannot recompute"
     observe("embed", 0)
     running = [_start(driver, batch, trains_embedding) for batch in group]
     for index in range(recompute_layers):

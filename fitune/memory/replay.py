@@ -7,7 +7,7 @@ allocator's rounding to segments and its fragmentation (reserved memory).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,38 @@ class Part:
 
 
 @dataclass(frozen=True)
+class LayerParts:
+    """A layer's parts of one forward and backward pass. `recompute` and `keep` are (forward, backward) under the two
+    activation policies; `stash` is the room for a recomputed layer's input, made before the first layer runs."""
+
+    stash: Part
+    recompute: tuple[Part, Part]
+    keep: tuple[Part, Part]
+
+
+@dataclass(frozen=True)
+class PassParts:
+    """All parts of one forward and backward pass. The decoder's first layer stands for itself: its input is the
+    embedding's output, which may need no gradient; of the others one of each kind stands for all."""
+
+    embed: Part
+    first: LayerParts
+    kinds: dict[str, LayerParts]
+    tail_after_recompute: Part  # the loss tail after a recomputed last layer, and after a kept one
+    tail_after_keep: Part
+    embed_backward: Part
+
+    def layer(self, index: int, kind: str) -> LayerParts:
+        return self.first if index == 0 else self.kinds[kind]
+
+
+@dataclass(frozen=True)
 class LayerTerms:
-    """One kind of layer. `recompute` and `keep` are (forward, backward) under the two activation policies; `stash` is
-    the room for a recomputed layer's input, made before the first layer runs."""
+    """What one kind of layer holds, and its forward pass in evaluation."""
 
     weight_bytes: int  # frozen and trained weights on the device
     trained_bytes: int  # trained parameters' masters, as allocated (also the size of their gradients)
     state_bytes: int  # optimizer state
-    stash: Part
-    recompute: tuple[Part, Part]
-    keep: tuple[Part, Part]
     eval_forward: Part
 
 
@@ -41,10 +63,8 @@ class StepTerms:
     other_weight_bytes: int
     other_trained_bytes: int
     other_state_bytes: int
-    embed: Part
-    tail_after_recompute: Part  # the loss tail after a recomputed last layer, and after a kept one
-    tail_after_keep: Part
-    embed_backward: Part
+    first_pass: PassParts
+    later_pass: PassParts  # of a step's second and further micro-batches: gradients are there and are added to
     optimizer_peak_bytes: int
     eval_embed: Part
     eval_tail: Part
@@ -71,13 +91,13 @@ def peaks(terms: StepTerms, recompute_layers: int, accumulates: bool = False) ->
     layers = [terms.layers[kind] for kind in terms.kinds]
     weights = terms.other_weight_bytes + sum(layer.weight_bytes for layer in layers)
     state = terms.other_state_bytes + sum(layer.state_bytes for layer in layers)
-    dynamic, where, at_end = _walk(terms, layers, recompute_layers, gradients_there=False)
+    gradients = terms.other_trained_bytes + sum(layer.trained_bytes for layer in layers)
+    dynamic, where = _walk(terms, terms.first_pass, recompute_layers, 0)
     if accumulates:
-        later, later_where, at_end = _walk(terms, layers, recompute_layers, gradients_there=True)
+        later, later_where = _walk(terms, terms.later_pass, recompute_layers, gradients)
         if later > dynamic:
             dynamic, where = later, later_where
-    update = at_end + terms.optimizer_peak_bytes
-    steady = max(dynamic, update)
+    update = gradients + terms.optimizer_peak_bytes
     live, evaluation = terms.eval_embed.delta_bytes, terms.eval_embed.peak_bytes
     for layer in layers:
         evaluation = max(evaluation, live + layer.eval_forward.peak_bytes)
@@ -86,42 +106,56 @@ def peaks(terms: StepTerms, recompute_layers: int, accumulates: bool = False) ->
     return Peaks(
         load=weights + terms.largest_weight_bytes,
         first_step=weights + max(dynamic, update + state),
-        step=weights + state + steady,
+        step=weights + state + max(dynamic, update),
         eval=weights + state + evaluation,
         save=weights + state,
         where=where if dynamic >= update else "optimizer",
     )
 
 
-def _walk(
-    terms: StepTerms, layers: list[LayerTerms], recompute_layers: int, *, gradients_there: bool
-) -> tuple[int, str, int]:
-    """(peak of forward and backward, where it is, alive at the end) above weights and optimizer state.
-
-    With `gradients_there` new gradients are added to those of earlier micro-batches and freed, so that a backward pass
-    leaves nothing behind.
-    """
-    live = terms.other_trained_bytes + sum(layer.trained_bytes for layer in layers) if gradients_there else 0
+def _walk(terms: StepTerms, parts: PassParts, recompute_layers: int, live: int) -> tuple[int, str]:
+    """(peak of one forward and backward pass, where it is) above weights and optimizer state, from `live` bytes on."""
     highest, where = live, "embed"
+    count = len(terms.kinds)
 
-    def part(name: str, terms_of_part: Part) -> None:
+    def run(name: str, part: Part) -> None:
         nonlocal live, highest, where
-        if live + terms_of_part.peak_bytes > highest:
-            highest, where = live + terms_of_part.peak_bytes, name
-        live += terms_of_part.delta_bytes
+        if live + part.peak_bytes > highest:
+            highest, where = live + part.peak_bytes, name
+        live += part.delta_bytes
 
     def policy(index: int) -> tuple[Part, Part]:
-        return layers[index].recompute if index < recompute_layers else layers[index].keep
+        layer = parts.layer(index, terms.kinds[index])
+        return layer.recompute if index < recompute_layers else layer.keep
 
-    part("embed", terms.embed)
+    run("embed", parts.embed)
     for index in range(recompute_layers):
-        part(f"room for the input of layer {index}", layers[index].stash)
-    for index in range(len(layers)):
-        part(f"forward of layer {index}", policy(index)[0])
-    part("loss tail", terms.tail_after_keep if recompute_layers < len(layers) else terms.tail_after_recompute)
-    for index in reversed(range(len(layers))):
-        part(f"backward of layer {index}", policy(index)[1])
-        live -= layers[index].trained_bytes if gradients_there else 0
-    part("embedding's backward", terms.embed_backward)
-    # gradients outside the layers appear in the tail and the embedding's backward, whose deltas count them once more
-    return highest, where, live - (terms.other_trained_bytes if gradients_there else 0)
+        run(f"room for the input of layer {index}", parts.layer(index, terms.kinds[index]).stash)
+    for index in range(count):
+        run(f"forward of layer {index}", policy(index)[0])
+    run("loss tail", parts.tail_after_keep if recompute_layers < count else parts.tail_after_recompute)
+    for index in reversed(range(count)):
+        run(f"backward of layer {index}", policy(index)[1])
+        if index == recompute_layers and index > 0:
+            # the first kept layer's input is no other layer's output that is kept: it goes with its layer
+            live -= parts.layer(index - 1, terms.kinds[index - 1]).stash.delta_bytes
+    run("embedding's backward", parts.embed_backward)
+    return highest, where
+
+
+def with_gradients_there(parts: PassParts, trained_bytes: dict[str, int], first_trained_bytes: int) -> PassParts:
+    """The later micro-batches' pass of adapters, from the first one's: the same peaks, but new gradients are added to
+    those that are there and freed, so that a layer's backward leaves `trained_bytes` less behind."""
+
+    def without(layer: LayerParts, trained: int) -> LayerParts:
+        def backward(part: Part) -> Part:
+            return Part(part.peak_bytes, part.delta_bytes - trained)
+
+        return LayerParts(
+            layer.stash,
+            (layer.recompute[0], backward(layer.recompute[1])),
+            (layer.keep[0], backward(layer.keep[1])),
+        )
+
+    kinds = {kind: without(layer, trained_bytes[kind]) for kind, layer in parts.kinds.items()}
+    return replace(parts, first=without(parts.first, first_trained_bytes), kinds=kinds)

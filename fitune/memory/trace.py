@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fitune.engine.batch import meta_batch
+from fitune.engine.batch import Batch, meta_batch
 from fitune.engine.driver import Driver
-from fitune.engine.optimizers import Masters, abstract_state
+from fitune.engine.optimizers import Masters, abstract_state, update_peak_bytes
 from fitune.engine.step import evaluate, forward_backward
-from fitune.memory.replay import LayerTerms, Part, StepTerms
+from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms, with_gradients_there
 from fitune.model.build import Built, add_adapter, build, fill, make_scratch, meta_weights
 from fitune.plan import Plan
+
+Marks = dict[tuple[str, int], Part]
+"""(part of the step, layer) to its bytes."""
 
 _CUDA_GRANULE = 512  # torch's CUDA caching allocator rounds every block up to this (c10/cuda/CUDACachingAllocator.cpp)
 
@@ -72,7 +75,7 @@ class _Marks:
     """Live bytes at the start of each part and the peak inside it."""
 
     tracker: StorageTracker
-    parts: dict[tuple[str, int], Part]
+    parts: Marks
     _open: tuple[tuple[str, int], int] | None = None
 
     def __call__(self, name: str, index: int) -> None:
@@ -86,6 +89,18 @@ class _Marks:
         key, start = self._open
         self.parts[key] = Part(self.tracker.peak_bytes - start, self.tracker.live_bytes - start)
         self._open = None
+
+
+def _observed(tracker: StorageTracker, run: Callable[[Callable[[str, int], None]], None]) -> Marks:
+    marks = _Marks(tracker, {})
+    run(marks)
+    marks.close()
+    return marks.parts
+
+
+def _few_chunks(batch: Batch, loss_chunk: int) -> Batch:
+    """The batch with targets for at most three loss chunks: the others allocate and free the same again."""
+    return replace(batch, num_targets=min(batch.num_targets, 3 * loss_chunk))
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
@@ -145,50 +160,68 @@ class Tracer:
     def _trace(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
         batch = dict(num_rows=num_rows, num_columns=num_columns, loss_chunk=loss_chunk)
         self.built.context.scratch = make_scratch(self.built, loss_chunk)
-        count = self.config.num_hidden_layers
-        recompute = self._run(recompute_layers=count, **batch)
-        keep = self._run(recompute_layers=0, **batch)
         evaluation = self._run_evaluation(**batch)
         layers = {}
-        for index in reversed(range(count)):  # of a kind, the last traced layer stands for it: layer 0 is special
-            kind = self.kinds[index]
-            if kind in layers:
-                continue
-            layers[kind] = LayerTerms(
-                *self._static(index),
-                stash=recompute["stash", index],
-                recompute=(recompute["forward", index], recompute["backward", index]),
-                keep=(keep["forward", index], keep["backward", index]),
-                eval_forward=evaluation["forward", index],
-            )
+        for index, kind in self._of_each_kind():
+            layers[kind] = LayerTerms(*self._static(index), eval_forward=evaluation["forward", index])
         other_weights, other_trained, other_state = self._static(None)
-        nothing = Part(0, 0)
+        # Adapters' later passes follow from the first. Full fine-tuning adds gradients of the head chunk by chunk and
+        # of 16-bit parameters to fp32 masters, so its second pass is traced.
+        trains_all = self.plan.method == "full"
+        recompute = self._run(recompute_layers=self.config.num_hidden_layers, passes=2 if trains_all else 1, **batch)
+        keep = self._run(recompute_layers=0, passes=2 if trains_all else 1, **batch)
+        first_pass = self._pass(recompute[0], keep[0])
+        if trains_all:
+            later_pass = self._pass(recompute[1], keep[1])
+        else:
+            trained = {kind: layer.trained_bytes for kind, layer in layers.items()}
+            later_pass = with_gradients_there(first_pass, trained, self._static(0)[1])
         return StepTerms(
             kinds=self.kinds,
             layers=layers,
             other_weight_bytes=other_weights,
             other_trained_bytes=other_trained,
             other_state_bytes=other_state,
-            embed=recompute["embed", 0],
-            tail_after_recompute=recompute["tail", 0],
-            tail_after_keep=keep["tail", 0],
-            embed_backward=recompute.get(("backward", -1), nothing),
-            optimizer_peak_bytes=0,
+            first_pass=first_pass,
+            later_pass=later_pass,
+            optimizer_peak_bytes=update_peak_bytes(self.plan.optimizer, self.masters.parameters()),
             eval_embed=evaluation["embed", 0],
             eval_tail=evaluation["tail", 0],
             largest_weight_bytes=self._largest_weight(),
         )
 
-    def _run(
-        self, *, num_rows: int, num_columns: int, loss_chunk: int, recompute_layers: int
-    ) -> dict[tuple[str, int], Part]:
-        def step(marks: Callable[[str, int], None]) -> None:
-            batch = meta_batch(
-                num_rows, num_columns, with_dropout=bool(self.plan.adapter and self.plan.adapter.dropout)
+    def _of_each_kind(self) -> list[tuple[int, str]]:
+        """(index, kind): the last traced layer of every kind. The first layer is special, and stands for itself."""
+        last = {kind: index for index, kind in enumerate(self.kinds[: self.config.num_hidden_layers])}
+        return [(index, kind) for kind, index in last.items()]
+
+    def _pass(self, recompute: Marks, keep: Marks) -> PassParts:
+        def layer(index: int) -> LayerParts:
+            return LayerParts(
+                recompute["stash", index],
+                (recompute["forward", index], recompute["backward", index]),
+                (keep["forward", index], keep["backward", index]),
             )
+
+        return PassParts(
+            embed=recompute["embed", 0],
+            first=layer(0),
+            kinds={kind: layer(index) for index, kind in self._of_each_kind()},
+            tail_after_recompute=recompute["tail", 0],
+            tail_after_keep=keep["tail", 0],
+            embed_backward=recompute.get(("backward", -1), Part(0, 0)),
+        )
+
+    def _run(
+        self, *, num_rows: int, num_columns: int, loss_chunk: int, recompute_layers: int, passes: int
+    ) -> list[Marks]:
+        """The parts of each of `passes` forward and backward passes over which gradients accumulate."""
+        with_dropout = bool(self.plan.adapter and self.plan.adapter.dropout)
+
+        def step(marks: Callable[[str, int], None]) -> None:
             forward_backward(
                 self.driver,
-                [batch],
+                [_few_chunks(meta_batch(num_rows, num_columns, with_dropout=with_dropout), loss_chunk)],
                 recompute_layers=recompute_layers,
                 loss_chunk=loss_chunk,
                 grad_scale=1.0,
@@ -197,24 +230,28 @@ class Tracer:
                 grads_ready=lambda part, index: self.masters.collect(self._names(part, index)),
             )
 
-        return self._observed(step)
+        tracker = self._tracker()
+        found = []
+        with tracker:
+            for _ in range(passes):
+                found.append(_observed(tracker, step))
+        for parameter, master in self.masters.pairs.values():
+            parameter.grad = master.grad = None
+        return found
 
-    def _run_evaluation(self, *, num_rows: int, num_columns: int, loss_chunk: int) -> dict[tuple[str, int], Part]:
+    def _run_evaluation(self, *, num_rows: int, num_columns: int, loss_chunk: int) -> Marks:
         def run(marks: Callable[[str, int], None]) -> None:
-            evaluate(self.driver, meta_batch(num_rows, num_columns, with_dropout=False), loss_chunk, observe=marks)
+            batch = _few_chunks(meta_batch(num_rows, num_columns, with_dropout=False), loss_chunk)
+            evaluate(self.driver, batch, loss_chunk, observe=marks)
 
-        return self._observed(run)
+        tracker = self._tracker()
+        with tracker:
+            return _observed(tracker, run)
 
-    def _observed(self, run: Callable[[Callable[[str, int], None]], None]) -> dict[tuple[str, int], Part]:
+    def _tracker(self) -> StorageTracker:
         tracker = StorageTracker(self.granule)
         tracker.ignore(self._existing())
-        marks = _Marks(tracker, {})
-        with tracker:
-            run(marks)
-            marks.close()
-        for _, (parameter, master) in self.masters.pairs.items():
-            parameter.grad = master.grad = None
-        return marks.parts
+        return tracker
 
     def _names(self, part: str, index: int) -> list[str]:
         prefix = f"{self.built.layers_prefix}."

@@ -144,6 +144,7 @@ def test_abstract_state_on_a_gpu(name):
     params = parameters("cuda", {**SHAPES, "paged": (16, 8192)})
     optimizer = build_optimizer(name, list(params.values()), lr=1e-3, weight_decay=0.0)
     give_gradients(params, 0)
+    torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # the first product allocates cuBLAS' workspace
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer.step()

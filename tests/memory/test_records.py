@@ -75,7 +75,8 @@ def test_records_hold_what_the_contract_asks():
         assert set(record) >= {"name", "model", "job", "recipe", "plan", "gpu", "cap_bytes", "versions", "date"}
         assert set(record["job"]) >= {"batch", "micro_batch", "seq_len", "lora_r", "lora_targets", "num_layers"}
         assert set(record["measured"]) >= {
-            "peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes", "step_s", "tokens_per_s", "phases",
+            "peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes", "step_s", "tokens_per_s",
+            "phases",
         }  # fmt: skip
         if record["cap_bytes"] is not None:
             assert record["measured"]["device_bytes"] <= record["cap_bytes"]

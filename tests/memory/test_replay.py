@@ -8,26 +8,29 @@ import sys
 
 import pytest
 
-from fitune.memory.replay import LayerTerms, Part, StepTerms, peaks
+from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms, peaks, with_gradients_there
 
 NOTHING = Part(0, 0)
-LAYER = LayerTerms(
-    weight_bytes=1000,
-    trained_bytes=10,
-    state_bytes=20,
+LAYER = LayerTerms(weight_bytes=1000, trained_bytes=10, state_bytes=20, eval_forward=Part(60, 0))
+PARTS = LayerParts(
     stash=Part(5, 5),
     recompute=(Part(50, 0), Part(200, 5)),  # backward: the layer again, then +10 of gradients and -5 of its input
     keep=(Part(90, 80), Part(120, -70)),  # backward: -80 of activations, +10 of gradients
-    eval_forward=Part(60, 0),
 )
+PASS = PassParts(
+    embed=Part(7, 5), first=PARTS, kinds={"layer": PARTS}, tail_after_recompute=Part(300, 5),
+    tail_after_keep=Part(300, 5), embed_backward=NOTHING,
+)  # fmt: skip
 
 
-def terms(num_layers=3, **changes):
+def terms(num_layers=3, in_pass=None, kinds=None, layers=None, **changes):
+    first_pass = dataclasses.replace(PASS, **(in_pass or {}))
+    layers = layers or {"layer": LAYER}
+    trained = {kind: layer.trained_bytes for kind, layer in layers.items()}
     values = dict(
-        kinds=("layer",) * num_layers, layers={"layer": LAYER}, other_weight_bytes=500, other_trained_bytes=0,
-        other_state_bytes=0, embed=Part(7, 5), tail_after_recompute=Part(300, 5), tail_after_keep=Part(300, 5),
-        embed_backward=NOTHING, optimizer_peak_bytes=0, eval_embed=Part(7, 5), eval_tail=Part(250, 0),
-        largest_weight_bytes=400,
+        kinds=kinds or ("layer",) * num_layers, layers=layers, other_weight_bytes=500, other_trained_bytes=0,
+        other_state_bytes=0, first_pass=first_pass, later_pass=with_gradients_there(first_pass, trained, 10),
+        optimizer_peak_bytes=0, eval_embed=Part(7, 5), eval_tail=Part(250, 0), largest_weight_bytes=400,
     )  # fmt: skip
     return StepTerms(**(values | changes))
 
@@ -51,7 +54,7 @@ def test_nothing_recomputed():
 
 
 def test_a_backward_pass_may_be_the_highest():
-    found = peaks(terms(tail_after_recompute=Part(50, 5)), 3)
+    found = peaks(terms(in_pass={"tail_after_recompute": Part(50, 5)}), 3)
     # 25 after the tail, +5 for each of the layers 2 and 1 already done, then the first layer's 200
     assert (found.where, found.step) == ("backward of layer 0", WEIGHTS + STATE + 25 + 10 + 200)
 
@@ -63,14 +66,19 @@ def test_the_first_layers_recompute_and_the_last_are_kept():
 
 
 def test_the_tail_after_a_kept_layer():
-    made = terms(tail_after_keep=Part(900, 5))
+    made = terms(in_pass={"tail_after_keep": Part(900, 5)})
     assert peaks(made, 2).step == WEIGHTS + STATE + 5 + 10 + 80 + 900
     assert peaks(made, 3).step == WEIGHTS + STATE + 5 + 15 + 300
 
 
 def test_kinds_of_layers_are_told_apart():
-    wide = dataclasses.replace(LAYER, weight_bytes=5000, keep=(Part(500, 400), Part(120, -390)))
-    made = terms(layers={"layer": LAYER, "wide": wide}, kinds=("layer", "wide", "layer"))
+    wide = dataclasses.replace(LAYER, weight_bytes=5000)
+    wide_parts = dataclasses.replace(PARTS, keep=(Part(500, 400), Part(120, -390)))
+    made = terms(
+        in_pass={"kinds": {"layer": PARTS, "wide": wide_parts}},
+        layers={"layer": LAYER, "wide": wide},
+        kinds=("layer", "wide", "layer"),
+    )
     found = peaks(made, 0)
     assert found.save == 500 + 2 * 1000 + 5000 + STATE
     assert found.step == found.save + 5 + 2 * 80 + 400 + 300
@@ -84,11 +92,10 @@ def test_gradients_of_earlier_micro_batches_are_there():
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_the_update(accumulates):
-    """Gradients, what is left of the last backward pass, and the optimizer's own need."""
+    """Gradients and the optimizer's own need."""
     made = terms(optimizer_peak_bytes=1000)
-    at_end = 5 + 15 + 5 + 3 * 5
     found = peaks(made, 3, accumulates)
-    assert (found.where, found.step) == ("optimizer", WEIGHTS + STATE + at_end + 1000)
+    assert (found.where, found.step) == ("optimizer", WEIGHTS + STATE + 3 * 10 + 1000)
     assert found.first_step == found.step, "state is made in the update"
     small = peaks(terms(), 3, accumulates)
     assert small.first_step == small.step - STATE
@@ -98,3 +105,9 @@ def test_no_torch_is_needed():
     """The planner adds up stored terms without loading torch."""
     code = "import sys, fitune.memory.replay; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_first_layer_stands_for_itself():
+    first = dataclasses.replace(PARTS, keep=(Part(90, 50), Part(120, -40)))
+    made = terms(in_pass={"first": first})
+    assert peaks(made, 0).step == WEIGHTS + STATE + 5 + 50 + 2 * 80 + 300

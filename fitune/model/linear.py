@@ -105,6 +105,7 @@ class BaseLinear(nn.Module):
         self.lora_A: nn.Parameter | None = None
         self.lora_B: nn.Parameter | None = None
         self.magnitude: nn.Parameter | None = None
+        self.row_squares_O: torch.Tensor
         self.scaling, self.dropout, self.module_key = 1.0, 0.0, 0
 
     def set_weight(self, weight: torch.Tensor, format: str, double_quant: bool) -> None:
@@ -137,13 +138,19 @@ class BaseLinear(nn.Module):
         self.scaling, self.dropout = scaling, dropout
         self.module_key = counter_dropout.scramble_int(index + 1)
         if dora:
-            self.magnitude = nn.Parameter(self._row_norm(torch.float32))
+            weight = self.dense_weight(torch.float32)
+            self.register_buffer("row_squares_O", (weight * weight).sum(1), persistent=False)
+            self.magnitude = nn.Parameter(self.row_squares_O.sqrt())
 
     def _row_norm(self, dtype: torch.dtype) -> torch.Tensor:
+        """[O] fp32 norms of the rows of W + s B A, from squares: |w|^2 + 2 s b.(W A^T) + s^2 b (A A^T) b^T. The
+        sum itself, [O, I] in fp32, is never made."""
         assert self.lora_A is not None and self.lora_B is not None
         with torch.no_grad():
-            weight = self.dense_weight(dtype).float()
-            return torch.linalg.vector_norm(weight + self.scaling * (self.lora_B @ self.lora_A), dim=1)
+            across_OR = F.linear(self.dense_weight(dtype), self.lora_A.to(dtype)).float()
+            within_OR = self.lora_B @ (self.lora_A @ self.lora_A.t())
+            mixed = (self.lora_B * (2 * self.scaling * across_OR + self.scaling**2 * within_OR)).sum(1)
+            return (self.row_squares_O + mixed).clamp_min_(0).sqrt_()
 
     def dropped(self, x_NI: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         if keys is None or self.dropout == 0:

@@ -13,19 +13,26 @@ if TYPE_CHECKING:
     from fitune.planner.make import PlanContext
 
 
-def reasons(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate]]) -> tuple[Reason, ...]:
-    """One reason per decision, in the order of the ladder. `rejected`: formats tried before, with their least need."""
+def reasons(
+    context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate]], *, fits: bool
+) -> tuple[Reason, ...]:
+    """One reason per decision, in the order of the ladder.
+
+    Args:
+        rejected: other formats that were tried and do not fit, with their least need.
+        fits: whether the plan does; otherwise it is the smallest there is.
+    """
     return (
         _method(context, plan),
-        _base(context, plan, rejected),
+        _base(context, plan, rejected, fits),
         _precision(context, plan),
         _attention(plan),
         _embedding(plan),
         _loss(plan),
         _packing(context, plan),
-        _micro_batch(context, plan),
-        _recompute(context, plan),
-        _optimizer(context, plan),
+        _micro_batch(context, plan, fits),
+        _recompute(context, plan, fits),
+        _optimizer(context, plan, fits),
     )
 
 
@@ -47,7 +54,7 @@ def _method(context: PlanContext, plan: Plan) -> Reason:
     return Reason("method", value, why)
 
 
-def _base(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate]]) -> Reason:
+def _base(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate]], fits: bool) -> Reason:
     value = plan.base_format
     if value in ("nf4", "fp4"):
         value += " with double quantisation" if plan.double_quant else ""
@@ -60,6 +67,8 @@ def _base(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate
         )
     elif _asked(context, "base_format") or context.recipe.method == "qlora":
         why = "you asked for it"
+    elif not fits:
+        why = "the smallest there is" if context.recipe.method == "auto" else f"that of method {context.recipe.method}"
     else:
         why = "the widest base that fits"
     return Reason("base format", value, why, exact)
@@ -107,10 +116,12 @@ def _packing(context: PlanContext, plan: Plan) -> Reason:
     return Reason("packing", "on" if plan.packing else "off", why)
 
 
-def _micro_batch(context: PlanContext, plan: Plan) -> Reason:
+def _micro_batch(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     value = f"{plan.micro_batch} of {plan.batch}" + (" (rows)" if plan.packing else "")
     if context.recipe.micro_batch is not None:
         why = "you asked for it; the rest is accumulated"
+    elif not fits:
+        why = "the smallest need there is"
     elif plan.micro_batch >= plan.batch:
         why = "the whole batch fits at once"
     else:
@@ -118,10 +129,12 @@ def _micro_batch(context: PlanContext, plan: Plan) -> Reason:
     return Reason("micro-batch", value, why)
 
 
-def _recompute(context: PlanContext, plan: Plan) -> Reason:
+def _recompute(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     value = f"{plan.recompute_layers} of {plan.num_layers} layers"
     if context.recipe.recompute != "auto":
         why = "you asked for it"
+    elif not fits:
+        why = "the smallest need there is"
     elif plan.recompute_layers == 0:
         why = "all activations fit: nothing is computed twice"
     else:
@@ -129,7 +142,7 @@ def _recompute(context: PlanContext, plan: Plan) -> Reason:
     return Reason("recomputation", value, why)
 
 
-def _optimizer(context: PlanContext, plan: Plan) -> Reason:
+def _optimizer(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     exact = "8bit" not in plan.optimizer
-    why = "you asked for it" if context.recipe.optimizer != "auto" else "the standard choice; its fp32 state fits"
-    return Reason("optimizer", plan.optimizer, why, exact)
+    why = "the standard choice" + ("; its fp32 state fits" if fits else "")
+    return Reason("optimizer", plan.optimizer, "you asked for it" if context.recipe.optimizer != "auto" else why, exact)

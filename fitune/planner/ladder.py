@@ -7,7 +7,7 @@ GPUs are rungs to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fitune.memory.replay import Peaks, StepTerms, peaks
@@ -78,43 +78,74 @@ class Search:
     recompute: int | None
 
     def fitting(self, limit_bytes: int) -> list[Candidate]:
-        """Every micro-batch that fits, each with the fewest recomputed layers and the largest chunk."""
-        if self.smallest().peak_bytes > limit_bytes:
-            return []
+        """Every micro-batch that fits, each with the chunk at which it recomputes the fewest layers."""
         found = []
-        for rows in [self.micro_batch] if self.micro_batch is not None else micro_batches(self.num_rows):
-            fits = (self._fit(rows, tokens, limit_bytes) for tokens in self._chunks())
-            best = next((candidate for candidate in fits if candidate is not None), None)
+        sizes = self._sizes()
+        too_many = None
+        for rows in sizes:
+            # Memory grows with the rows: where fewer do not fit, more do not, unless accumulation ends with them.
+            if too_many is not None and not (rows == sizes[-1] and self._alone_fits(too_many, limit_bytes)):
+                continue
+            best = self._cheapest(rows, limit_bytes)
             if best is not None:
                 found.append(best)
+            else:
+                too_many = rows
         return found
 
     def smallest(self) -> Candidate:
-        """The candidate with the lowest peak, whether it fits or not."""
-        rows = self.micro_batch or 1
+        """The candidate with the lowest peak, whether it fits or not: the fewest rows, or, where the gradients of
+        earlier micro-batches weigh more than activations, the whole step at once."""
+
+        def least(rows: int, alone: bool) -> Candidate:
+            return min((self._least(rows, c, alone=alone) for c in self._chunks()), key=lambda c: c.peak_bytes)
+
+        sizes = self._sizes()
+        best = least(sizes[0], alone=False)
+        for rows in sizes:  # a step of a few rows alone needs no more than one of all rows: most often a proof
+            whole = least(rows, alone=True)
+            if whole.peak_bytes >= best.peak_bytes:
+                return best
+        return whole if whole.micro_batch >= self.num_rows else best
+
+    def _sizes(self) -> list[int]:
+        """Micro-batches to try, the smallest first."""
+        return [self.micro_batch] if self.micro_batch is not None else micro_batches(self.num_rows)[::-1]
+
+    def _alone_fits(self, rows: int, limit_bytes: int) -> bool:
+        """Whether a step of these rows only, with no gradients of others there, would fit."""
+        return any(self._least(rows, c, alone=True).peak_bytes <= limit_bytes for c in self._chunks())
+
+    def _cheapest(self, rows: int, limit_bytes: int) -> Candidate | None:
+        """The chunk with the lowest cost; of equals the larger one."""
         options = []
         for tokens in self._chunks():
-            layers = self.recompute
-            options.append(self._candidate(rows, len(self._kinds(rows, tokens)) if layers is None else layers, tokens))
-        return min(options, key=lambda c: c.peak_bytes)
+            option = self._fit(rows, tokens, limit_bytes)
+            if option is not None:
+                options.append(option)
+                if option.recompute_layers == (self.recompute or 0):
+                    break  # a smaller chunk cannot make it cheaper
+        return min(options, key=lambda c: c.cost, default=None)
 
     def _fit(self, rows: int, tokens: int, limit_bytes: int) -> Candidate | None:
         """The fewest recomputed layers with which every phase stays within the limit."""
-        if self.recompute is not None:
-            made = self._candidate(rows, self.recompute, tokens)
-            return made if made.peak_bytes <= limit_bytes else None
-        low, high = 0, len(self._kinds(rows, tokens))
-        if self._candidate(rows, high, tokens).peak_bytes > limit_bytes:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            fits = self._candidate(rows, middle, tokens).peak_bytes <= limit_bytes
-            low, high = (low, middle) if fits else (middle + 1, high)
-        return self._candidate(rows, low, tokens)
+        options = (self._candidate(rows, layers, tokens) for layers in self._layers(rows, tokens))
+        return next((option for option in options if option.peak_bytes <= limit_bytes), None)
 
-    def _candidate(self, rows: int, layers: int, tokens: int) -> Candidate:
+    def _least(self, rows: int, tokens: int, *, alone: bool = False) -> Candidate:
+        """With the lowest peak. Most often everything is recomputed then, but not always: to recompute the layer at
+        whose backward pass the peak is saves nothing, and its input is held beside it."""
+        options = [self._candidate(rows, layers, tokens, alone=alone) for layers in self._layers(rows, tokens)]
+        return min(reversed(options), key=lambda c: c.peak_bytes)
+
+    def _layers(self, rows: int, tokens: int) -> Sequence[int]:
+        """Numbers of recomputed layers to try, the cheapest first."""
+        return [self.recompute] if self.recompute is not None else range(len(self._kinds(rows, tokens)) + 1)
+
+    def _candidate(self, rows: int, layers: int, tokens: int, *, alone: bool = False) -> Candidate:
+        """`alone`: as if these rows were the whole step, so that nothing accumulates."""
         terms = self.terms_of(rows, self.width, tokens)
-        reached = peaks(terms, layers, accumulates=rows < self.num_rows)
+        reached = peaks(terms, layers, accumulates=rows < self.num_rows and not alone)
         return Candidate(rows, layers, tokens, reached, relative_cost(rows, self.width, layers, len(terms.kinds)))
 
     def _kinds(self, rows: int, tokens: int) -> tuple[str, ...]:

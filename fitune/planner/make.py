@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
 from fitune.memory.constants import HEADROOM, overheads
 from fitune.plan import Adapter, Plan, Reason
-from fitune.planner import explain, ladder, nofit
+from fitune.planner import explain, ladder, nofit, positions
 from fitune.planner.result import PlanResult, predicted_dict
 from fitune.planner.target import Target, choose_target
 from fitune.recipe import QUANTISED_FORMATS, Recipe
@@ -39,6 +39,7 @@ class PlanContext:
     recipe: Recipe
     target: Target
     config: Any  # transformers configuration of the text model
+    seq_len: int  # the recipe's, within the positions the model has
     data: DataFacts | None = None
     notes: list[str] = field(default_factory=list)
     tracers: dict[tuple[Any, ...], Tracer] = field(default_factory=dict)
@@ -52,10 +53,17 @@ class PlanContext:
     def tracer(self, plan: Plan) -> Tracer:
         from fitune.memory.trace import Tracer
 
-        key = (plan.method, plan.base_format, plan.double_quant, plan.adapter, plan.precision, plan.optimizer)
+        key = (
+            id(self.config), plan.method, plan.base_format, plan.double_quant, plan.adapter, plan.device,
+            plan.precision, plan.embedding_place, plan.attention, plan.optimizer,
+        )  # fmt: skip
         if key not in self.tracers:
             self.tracers[key] = Tracer(self.config, plan)
         return self.tracers[key]
+
+
+Tried = list[tuple[Plan, ladder.Candidate]]
+"""Base formats that do not fit (as drafts), each with the smallest candidate there is."""
 
 
 def make_plan(
@@ -77,20 +85,30 @@ def make_plan(
         notes.insert(0, machine.assumptions)
     notes += target.notes
     if config is None:
-        config = _config_of(recipe, notes)
-    context = PlanContext(recipe, target, config, data, notes)
-    _check_positions(context)
-    tried: list[tuple[Plan, ladder.Candidate]] = []
-    for base_format in base_formats(context):
-        draft = _draft(context, base_format)
-        found = search(context, draft).fitting(context.limit_bytes)
-        if found:
-            best = min(found, key=lambda c: (c.cost, -c.micro_batch))
-            others = [(draft, c) for c in sorted(found, key=lambda c: c.cost) if c is not best]
-            return _result(context, draft, best, others, tried, fits=True)
-        tried.append((draft, search(context, draft).smallest()))
+        config = config_of(recipe, notes)
+    seq_len, cut = positions.effective_seq_len(recipe, config)
+    longest = seq_len if data is None else min(seq_len, data.longest_tokens)
+    notes += [note for note in (cut, positions.beyond_rotary(longest, config)) if note]
+    context = PlanContext(recipe, target, config, seq_len, data, notes)
+    draft, found, tried = choose(context, base_formats(context))
+    if found:
+        return _result(context, draft, found[0], [(draft, c) for c in found[1:]], tried, fits=True)
     draft, least = min(tried, key=lambda pair: pair[1].peak_bytes)
-    return _result(context, draft, least, [], tried, fits=False)
+    return _result(context, draft, least, [], [pair for pair in tried if pair[0] is not draft], fits=False)
+
+
+def choose(context: PlanContext, formats: list[str]) -> tuple[Plan, list[ladder.Candidate], Tried]:
+    """The first format that fits, its candidates from the cheapest on (none where no format fits), and the formats
+    that were rejected before it."""
+    tried: Tried = []
+    for base_format in formats:
+        draft = _draft(context, base_format)
+        made = search(context, draft)
+        found = sorted(made.fitting(context.limit_bytes), key=lambda c: (c.cost, -c.micro_batch))
+        if found:
+            return draft, found, tried
+        tried.append((draft, made.smallest()))
+    return draft, [], tried
 
 
 def find_machine(recipe: Recipe, notes: list[str]) -> Machine:
@@ -110,28 +128,14 @@ def find_machine(recipe: Recipe, notes: list[str]) -> Machine:
     return hardware.virtual_mixed(cards, ram_bytes=from_gib(recipe.ram) if recipe.ram else None)
 
 
-def _config_of(recipe: Recipe, notes: list[str]) -> Any:
+def config_of(recipe: Recipe, notes: list[str]) -> Any:
+    """The configuration of the recipe's model, found without its weights."""
     from fitune.model.build import with_rope_scaling
     from fitune.model.source import resolve
 
     source = resolve(recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=False)
     notes += source.notes
     return with_rope_scaling(source.config, recipe.rope_scaling)
-
-
-def _check_positions(context: PlanContext) -> None:
-    longest = getattr(context.config, "max_position_embeddings", None) or getattr(context.config, "n_positions", None)
-    if longest and context.recipe.seq_len > longest:
-        if not getattr(context.config, "rope_parameters", None):
-            raise UserError(
-                f"seq_len {context.recipe.seq_len} is longer than this model can read",
-                f"it has {longest} learned positions",
-                f"use --seq-len {longest}",
-            )
-        context.notes.append(
-            f"seq_len {context.recipe.seq_len} is beyond the {longest} positions this model was trained on; "
-            "consider --rope-scaling"
-        )
 
 
 def base_formats(context: PlanContext) -> list[str]:
@@ -167,8 +171,12 @@ def _draft(context: PlanContext, base_format: str) -> Plan:
         raise UserError(
             "full fine-tuning needs a wide base", f"{base_format} weights cannot be trained", "use --method qlora"
         )
-    if method == "full":
-        base_format = precision
+    if method == "full" and base_format != precision:
+        raise UserError(
+            f"full fine-tuning computes in the weights' own format, here {precision}",
+            f"base_format is {base_format}",
+            f"leave base_format at auto, or use --precision {base_format} too",
+        )
     kernel, can_pack = attention_kernel(context, precision)
     adapter = None
     if method == "lora":
@@ -209,7 +217,7 @@ def _draft(context: PlanContext, base_format: str) -> Plan:
         loss_scaling=precision == "fp16",
         embedding_place="host" if host_embedding else "device",
         attention=kernel,
-        seq_len=recipe.seq_len,
+        seq_len=context.seq_len,
         batch=recipe.batch,
         micro_batch=1,
         accumulation_order="micro-batch-major",
@@ -244,8 +252,8 @@ def attention_kernel(context: PlanContext, precision: str) -> tuple[str, bool]:
     return ("flash" if context.target.flash and precision in ("bf16", "fp16") else "efficient"), not recurrent
 
 
-def search(context: PlanContext, draft: Plan, **changes: Any) -> ladder.Search:
-    """The ladder for a draft; `changes` override its fields.
+def search(context: PlanContext, draft: Plan) -> ladder.Search:
+    """The ladder for a draft.
 
     Raises:
         UserError: more layers are to be recomputed than there are.
@@ -255,7 +263,7 @@ def search(context: PlanContext, draft: Plan, **changes: Any) -> ladder.Search:
     fixed = words[recipe.recompute] if isinstance(recipe.recompute, str) else recipe.recompute
     if fixed is not None and fixed > draft.num_layers:
         raise UserError(f"cannot recompute {fixed} layers", f"the model has {draft.num_layers}", "use --recompute all")
-    made = ladder.Search(
+    return ladder.Search(
         terms_of=context.tracer(draft).terms,
         num_rows=num_rows(context, draft),
         width=row_width(context, draft),
@@ -264,7 +272,6 @@ def search(context: PlanContext, draft: Plan, **changes: Any) -> ladder.Search:
         micro_batch=recipe.micro_batch,
         recompute=fixed,
     )
-    return replace(made, **changes)
 
 
 def row_width(context: PlanContext, draft: Plan) -> int:
@@ -283,13 +290,6 @@ def num_rows(context: PlanContext, draft: Plan) -> int:
     return draft.batch
 
 
-def make_plan_within(context: PlanContext, settings: dict[str, Any]) -> ladder.Candidate | None:
-    """The best candidate of the same job with other settings on the same target; None when none fits."""
-    other = PlanContext(context.recipe.with_(**settings), context.target, context.config, context.data)
-    draft = _draft(other, base_formats(other)[0])
-    return min(search(other, draft).fitting(other.limit_bytes), key=lambda c: c.cost, default=None)
-
-
 def _finished(context: PlanContext, draft: Plan, chosen: ladder.Candidate) -> Plan:
     extra = overheads(context.target.device, context.target.compute_capability)
     return draft.with_(
@@ -305,12 +305,12 @@ def _result(
     draft: Plan,
     chosen: ladder.Candidate,
     others: list[tuple[Plan, ladder.Candidate]],
-    tried: list[tuple[Plan, ladder.Candidate]],
+    rejected: Tried,
     *,
     fits: bool,
 ) -> PlanResult:
     plan = _finished(context, draft, chosen)
-    reasons: tuple[Reason, ...] = explain.reasons(context, plan, tried if fits else tried[:-1])
+    reasons: tuple[Reason, ...] = explain.reasons(context, plan, rejected, fits=fits)
     plan = plan.with_(reasons=reasons)
     alternatives = []
     for other_draft, candidate in others[:3]:

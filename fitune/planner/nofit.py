@@ -1,81 +1,196 @@
-"""When nothing fits: the nearest changes of request or card that would."""
+"""When nothing fits: the nearest changes of request or card that would. Every one is planned before it is offered."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fitune.errors import UserError
 from fitune.memory.constants import HEADROOM, overheads
 from fitune.plan import Plan
-from fitune.planner import ladder
-from fitune.units import format_bytes
+from fitune.planner import ladder, positions
+from fitune.units import format_bytes, from_gib
 
 if TYPE_CHECKING:
+    from fitune.catalog.gpus import Gpu
     from fitune.planner.make import PlanContext
+    from fitune.planner.target import Target
 
-_SHORTEST = 128
+LENGTH_STEP = 128
+MOST_LENGTHS = 32  # lengths that the search for a shorter one tells apart: at most 6 plans
+OLDEST_CAPABILITY = (7, 5)  # CUDA 13, which torch is built with, runs on Turing and newer
+NOT_FREED = {"micro_batch": None, "recompute": "auto", "loss_chunk": None}
+
+Offer = dict[str, Any]
 
 
-def nearest_fits(context: PlanContext, draft: Plan, least: ladder.Candidate) -> list[dict[str, Any]]:
-    """Changes that fit, smallest first: {"change": sentence, "setting": {...}, "needs_bytes": int}."""
-    found = [_quantised(context, draft), _shorter(context, draft), _card(context, least)]
+def nearest_fits(context: PlanContext, draft: Plan, least: ladder.Candidate) -> list[Offer]:
+    """Changes that fit when they are applied to the recipe as it is, those that cost least first:
+    {"change": sentence, "setting": {...}, "needs_bytes": int}. A setting of None is to be left out.
+
+    Args:
+        draft, least: the format with the smallest need, and its smallest candidate.
+    """
+    found = [_freed(context, draft), _cap(context, draft, least), _quantised(context), _shorter(context, draft)]
+    if found[1] is None:
+        found.append(_card(context, draft, least))
+    found.append(_smaller_model(context, draft, least))
     return [entry for entry in found if entry is not None]
 
 
-def _quantised(context: PlanContext, draft: Plan) -> dict[str, Any] | None:
+def fits_with(
+    context: PlanContext,
+    settings: dict[str, Any],
+    *,
+    target: Target | None = None,
+    config: Any = None,
+    base_format: str | None = None,
+) -> ladder.Candidate | None:
+    """The best candidate of the same job with other settings; None when none fits or the settings contradict.
+
+    Args:
+        target, config: another card, another model.
+        base_format: the only format to try.
+    """
     from fitune.planner import make
 
-    if draft.base_format in ("nf4", "fp4"):
+    try:
+        recipe = context.recipe.with_(**({"seq_len": context.seq_len} | settings))
+        seq_len, _ = positions.effective_seq_len(recipe, config or context.config)
+        other = make.PlanContext(
+            recipe, target or context.target, config or context.config, seq_len, context.data, tracers=context.tracers
+        )
+        found = make.choose(other, [base_format] if base_format else make.base_formats(other))[1]
+    except UserError:
         return None
-    settings: dict[str, Any] = {"method": "qlora", "base_format": "auto"}
-    other = make.make_plan_within(context, settings)
-    if other is None:
+    return found[0] if found else None
+
+
+def _offer(change: str, setting: dict[str, Any], needs: ladder.Candidate) -> Offer:
+    return {"change": change, "setting": setting, "needs_bytes": needs.peak_bytes}
+
+
+def _freed(context: PlanContext, draft: Plan) -> Offer | None:
+    """What the person fixed and the planner would choose smaller: one setting, or all of them."""
+    fixed = {k: free for k, free in NOT_FREED.items() if getattr(context.recipe, k) != free}
+    tries = [{name: free} for name, free in fixed.items()]
+    for setting in tries + ([fixed] if len(fixed) > 1 else []):
+        found = fits_with(context, setting, base_format=draft.base_format)
+        if found is not None:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in setting)
+            return _offer(f"let fitune choose: leave out {names}", setting, found)
+    return None
+
+
+def _quantised(context: PlanContext) -> Offer | None:
+    recipe = context.recipe
+    tried_already = recipe.base_format == "auto" and recipe.method in ("auto", "qlora")
+    if tried_already or recipe.base_format in ("nf4", "fp4"):
         return None
-    return {
-        "change": "QLoRA: a frozen nf4 base (approximate)",
-        "setting": {"method": "qlora"},
-        "needs_bytes": other.peak_bytes,
-    }
+    setting = {"method": "qlora"} | ({} if recipe.base_format == "auto" else {"base_format": "auto"})
+    found = fits_with(context, setting)
+    return _offer("QLoRA: a frozen nf4 base (approximate)", setting, found) if found else None
 
 
-def _shorter(context: PlanContext, draft: Plan) -> dict[str, Any] | None:
-    """The longest sequence (a multiple of 128) at which one row fits."""
-    from fitune.planner import make
-
-    best: ladder.Candidate | None = None
-    low, high = 0, draft.seq_len // _SHORTEST - 1  # in units of _SHORTEST
+def _shorter(context: PlanContext, draft: Plan) -> Offer | None:
+    """The longest sequence that fits, to a multiple of 128 (of long ones, to about a thirtieth)."""
+    longest = draft.seq_len if context.data is None else min(draft.seq_len, context.data.longest_tokens)
+    step = LENGTH_STEP * -(-longest // (LENGTH_STEP * MOST_LENGTHS))
+    lengths = range(step, longest, step)
+    best, low, high = None, 0, len(lengths)  # of lengths[:low] all fit, of lengths[high:] none
     while low < high:
-        middle = (low + high + 1) // 2
-        width = middle * _SHORTEST
-        option = make.search(context, draft, width=width, micro_batch=1, recompute=None).smallest()
-        if option.peak_bytes <= context.limit_bytes:
-            low, best = middle, option
-        else:
-            high = middle - 1
+        middle = 0 if best is None else (low + high) // 2  # the shortest first: where it does not fit, none does
+        found = fits_with(context, {"seq_len": lengths[middle]}, base_format=draft.base_format)
+        if found is None and middle == 0:
+            return None
+        low, high, best = (middle + 1, high, found) if found else (low, middle, best)
     if best is None:
         return None
-    length = low * _SHORTEST
-    return {
-        "change": f"shorter records: --seq-len {length}",
-        "setting": {"seq_len": length},
-        "needs_bytes": best.peak_bytes,
-    }
+    length = lengths[low - 1]
+    return _offer(f"shorter records: --seq-len {length}", {"seq_len": length}, best)
 
 
-def _card(context: PlanContext, least: ladder.Candidate) -> dict[str, Any] | None:
-    """The smallest NVIDIA card of the catalog with enough memory (prices come with the search for hardware)."""
+def _cap(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | None:
+    """A higher --vram or --ram, where the device has more than the cap."""
+    target = context.target
+    if target.budget_reason not in ("--vram", "--ram"):
+        return None
+    size = -(-_budget_for(least.peak_bytes, target.device, target.compute_capability) * 10 // from_gib(1)) / 10
+    if from_gib(size) > target.room_bytes:
+        return None
+    name = target.budget_reason.removeprefix("--")
+    raised = replace(target, budget_bytes=from_gib(size))
+    found = fits_with(context, {name: size}, target=raised, base_format=draft.base_format)
+    return _offer(f"a higher limit: --{name} {size:g}", {name: size}, found) if found else None
+
+
+def _budget_for(tensor_bytes: int, device: str, capability: tuple[int, int] | None) -> int:
+    """The budget in which so many bytes of tensors fit (see `PlanContext.limit_bytes`)."""
+    extra = overheads(device, capability)
+    return int((tensor_bytes + extra.context_bytes + extra.workspace_bytes) / (1 - HEADROOM)) + 1
+
+
+def _card(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | None:
+    """The smallest NVIDIA card of the catalog with enough memory (prices come with the search for hardware). Cards to
+    put into a PC or to rent come first; a laptop's or a module with memory shared with its processor only when no
+    other is large enough."""
+    from fitune import hardware
     from fitune.catalog import gpus
+    from fitune.planner.target import choose_target
 
     if context.target.device != "cuda":
         return None
-    needs_flash = context.target.flash
-    for gpu in sorted(gpus.all_gpus(), key=lambda g: (g.usable_bytes, g.launch_price_usd or 1e9)):
-        if gpu.vendor != "NVIDIA" or (needs_flash and not gpu.flash_attention):
+    away: dict[str, Any] = {name: None for name in ("vram", "devices") if getattr(context.recipe, name) is not None}
+    tried = max(context.target.card_bytes or 0, context.target.budget_bytes)
+    larger = [g for g in gpus.all_gpus() if g.usable_bytes > tried and _can_replace(g, context.target)]
+    for gpu in sorted(larger, key=lambda g: (_built_in(g), g.usable_bytes, g.launch_price_usd or 1e9)):
+        setting = {"gpu": gpu.id, **away}
+        target = choose_target(context.recipe.with_(**setting), hardware.virtual(gpu))
+        if target.budget_bytes < _budget_for(least.peak_bytes, "cuda", target.compute_capability):
             continue
-        extra = overheads("cuda", context.target.compute_capability)
-        if gpu.usable_bytes * (1 - HEADROOM) - extra.context_bytes - extra.workspace_bytes >= least.peak_bytes:
-            return {
-                "change": f"a card with more memory: {gpu.name} ({format_bytes(gpu.usable_bytes)})",
-                "setting": {"gpu": gpu.id},
-                "needs_bytes": least.peak_bytes,
-            }
+        if fits_with(context, setting, target=target, base_format=_same_format(context, draft)) is not None:
+            return _offer(f"a card with more memory: {gpu.name} ({format_bytes(gpu.usable_bytes)})", setting, least)
     return None
+
+
+def _same_format(context: PlanContext, draft: Plan) -> str | None:
+    """The format to plan a card for: a quantised one is the same on every card, a wide one is the card's own."""
+    return draft.base_format if draft.base_format in ("nf4", "fp4", "int8") else None
+
+
+def _can_replace(gpu: Gpu, target: Target) -> bool:
+    """An NVIDIA card that torch still runs on, with the kernels of the card that was planned for."""
+    major, _, minor = gpu.compute_capability.partition(".")
+    recent = gpu.vendor == "NVIDIA" and (int(major), int(minor)) >= OLDEST_CAPABILITY
+    return recent and (gpu.flash_attention or not target.flash)
+
+
+def _built_in(gpu: Gpu) -> bool:
+    return gpu.memory_kind == "shared" or "laptop" in gpu.id
+
+
+def _smaller_model(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | None:
+    """The largest smaller model of the same family in the catalog that fits."""
+    from fitune.catalog import models
+    from fitune.planner import make
+
+    shape = models.find(context.recipe.model)
+    if shape is None:
+        return None
+    relatives = [m for m in models.all_models() if _family(m.id) == _family(shape.id) and m.native_alternative is None]
+    # Tried are those that could fit if memory were in proportion to the size, with some room for what is not.
+    most = 1.5 * shape.params_total * max(context.limit_bytes, 0) / least.peak_bytes
+    smaller = [m for m in relatives if m.params_total < min(shape.params_total, most)]
+    for model in sorted(smaller, key=lambda m: -m.params_total)[:2]:
+        setting = {"model": model.id}
+        config = make.config_of(context.recipe.with_(**setting), [])
+        found = fits_with(context, setting, config=config, base_format=_same_format(context, draft))
+        if found is not None:
+            return _offer(f"a smaller model of the same family: {model.id}", setting, found)
+    return None
+
+
+def _family(model_id: str) -> str:
+    """The name up to its size: `meta-llama/llama-3.1` of `meta-llama/Llama-3.1-8B`."""
+    return re.split(r"-\d+(?:\.\d+)?[bm]\b", model_id.lower())[0]

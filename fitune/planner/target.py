@@ -15,7 +15,14 @@ RAM_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Target:
-    """Where training will run. `budget_bytes` is memory as the driver (or, on the CPU, the system) counts it."""
+    """Where training will run.
+
+    Attributes:
+        budget_bytes: memory as the driver (or, on the CPU, the system) counts it; `budget_reason` says what set it.
+        room_bytes: what the budget would be without a cap (`--vram`, `--ram`).
+        card_bytes: all that the card has; None on the CPU.
+        index: the GPU's number; None on the CPU.
+    """
 
     device: str  # cpu | cuda
     name: str
@@ -25,13 +32,16 @@ class Target:
     bf16: bool
     flash: bool
     notes: tuple[str, ...] = ()
+    room_bytes: int = 0
+    card_bytes: int | None = None
+    index: int | None = None
 
 
 def choose_target(recipe: Recipe, machine: Machine) -> Target:
     """The device that the recipe and the machine give.
 
     Raises:
-        UserError: a device that is not there, or a cap that is no smaller than what exists allows.
+        UserError: a device that is not there.
     """
     wanted = (recipe.devices or "").strip().lower()
     if wanted == "cpu" or (not machine.devices and not wanted):
@@ -43,22 +53,42 @@ def choose_target(recipe: Recipe, machine: Machine) -> Target:
             "use --devices cpu, or plan for a card with --gpu NAME",
         )
     notes = list(machine.notes)
-    device = machine.devices[0]
+    virtual = bool(machine.assumptions)
     if wanted:
         device = _by_index(wanted, machine)
-    elif len(machine.devices) > 1:
-        notes.append(f"{len(machine.devices)} GPUs are there; this version trains on one of them (GPU {device.index})")
-    virtual = bool(machine.assumptions)
-    budget, reason = device.usable_bytes, f"all of a {device.name}"
-    if not virtual:
-        budget = min(device.free_bytes, device.usable_bytes)
-        reason = f"what is free on {device.name}"
-        if device.used_by_others_bytes:
-            reason += f" ({format_bytes(device.used_by_others_bytes)} are used by other processes)"
-    if recipe.vram is not None and from_gib(recipe.vram) < budget:
-        budget, reason = from_gib(recipe.vram), "--vram"
-    capability = _capability(device)
-    return Target("cuda", device.name, budget, reason, capability, device.bf16, device.flash_attention, tuple(notes))
+    else:
+        device = max(machine.devices, key=lambda d: (_room(d, virtual), -d.index))
+        if len(machine.devices) > 1:
+            notes.append(
+                f"{len(machine.devices)} GPUs are there; this version trains on one of them "
+                f"(GPU {device.index}, which has the most free memory)"
+            )
+    return _on_card(recipe, device, virtual, notes)
+
+
+def _room(device: Device, virtual: bool) -> int:
+    """What a new process could take: all of a card that one does not have."""
+    return device.usable_bytes if virtual else min(device.free_bytes, device.usable_bytes)
+
+
+def _on_card(recipe: Recipe, device: Device, virtual: bool, notes: list[str]) -> Target:
+    room = budget = _room(device, virtual)
+    reason = f"all of a {device.name}" if virtual else f"what is free on {device.name}"
+    if device.used_by_others_bytes and not virtual:
+        reason += f" ({format_bytes(device.used_by_others_bytes)} are used by other processes)"
+    if recipe.vram is not None:
+        asked = from_gib(recipe.vram)
+        if asked < room:
+            budget, reason = asked, "--vram"
+        elif asked > room:
+            has = "" if virtual or room == device.usable_bytes else " free"
+            notes.append(f"--vram {recipe.vram:g} changes nothing: {device.name} has only {format_bytes(room)}{has}")
+    if recipe.ram is not None:
+        notes.append("--ram is not taken into account on a GPU: this version plans the GPU's memory only")
+    return Target(
+        "cuda", device.name, budget, reason, _capability(device), device.bf16, device.flash_attention, tuple(notes),
+        room_bytes=room, card_bytes=device.usable_bytes, index=device.index,
+    )  # fmt: skip
 
 
 def _by_index(wanted: str, machine: Machine) -> Device:
@@ -75,13 +105,18 @@ def _capability(device: Device) -> tuple[int, int] | None:
 
 
 def _cpu(recipe: Recipe, machine: Machine) -> Target:
-    budget, reason = int(machine.ram_available_bytes * RAM_SHARE), f"{RAM_SHARE:.0%} of the available RAM"
+    room = budget = int(machine.ram_available_bytes * RAM_SHARE)
+    reason = f"{RAM_SHARE:.0%} of the available RAM"
     notes = list(machine.notes)
     if recipe.vram is not None:
         notes.append("--vram limits a GPU's memory; this plan is for the CPU, which --ram limits")
-    if recipe.ram is not None and from_gib(recipe.ram) < budget:
-        budget, reason = from_gib(recipe.ram), "--ram"
-    return Target("cpu", "CPU", budget, reason, None, processor_has_bf16(), False, tuple(notes))
+    if recipe.ram is not None:
+        asked = from_gib(recipe.ram)
+        if asked < room:
+            budget, reason = asked, "--ram"
+        elif asked > room:
+            notes.append(f"--ram {recipe.ram:g} changes nothing: {format_bytes(room)} are {reason}")
+    return Target("cpu", "CPU", budget, reason, None, processor_has_bf16(), False, tuple(notes), room_bytes=room)
 
 
 def processor_has_bf16() -> bool:

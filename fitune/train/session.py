@@ -55,6 +55,7 @@ def open_session(recipe: Recipe, date: datetime.date | None = None) -> Session:
     from fitune.data.readers import check_there
     from fitune.model.build import with_rope_scaling
     from fitune.model.source import resolve
+    from fitune.planner.positions import effective_seq_len
 
     if recipe.gpu is not None:
         raise UserError(
@@ -68,6 +69,8 @@ def open_session(recipe: Recipe, date: datetime.date | None = None) -> Session:
     source = resolve(
         recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=True, seed=recipe.seed
     )
+    config = with_rope_scaling(source.config, recipe.rope_scaling)
+    seq_len, _ = effective_seq_len(recipe, config)  # the plan says it where this is less than the recipe's
     tokenizer = source.tokenizer()
     assert recipe.data is not None
     data = load_dataset(
@@ -76,14 +79,14 @@ def open_session(recipe: Recipe, date: datetime.date | None = None) -> Session:
         eval_data=recipe.eval_data,
         eval_share=recipe.eval_share,
         columns=recipe.columns,
-        seq_len=recipe.seq_len,
+        seq_len=seq_len,
         loss_on=recipe.loss_on,
         seed=recipe.seed,
         hub=recipe.hub,
         date=date,
     )
     _check_vocabulary(source, data)
-    return Session(recipe, source, with_rope_scaling(source.config, recipe.rope_scaling), tokenizer, data)
+    return Session(recipe, source, config, tokenizer, data)
 
 
 def _check_vocabulary(source: ModelSource, data: DataSet) -> None:
@@ -104,13 +107,15 @@ def plan_session(session: Session) -> PlanResult:
     from fitune import hardware
     from fitune.data.batches import packing_gain
     from fitune.planner import DataFacts, make_plan
+    from fitune.planner.positions import effective_seq_len
 
     recipe = session.recipe
+    seq_len, _ = effective_seq_len(recipe, session.config)
     lengths = [len(r) for r in session.data.train]
     everything = lengths + [len(r) for r in session.data.eval]
     facts = DataFacts(
         longest_tokens=max(everything),
-        packing_gain=packing_gain(session.data.train, recipe.batch, recipe.seq_len),
+        packing_gain=packing_gain(session.data.train, recipe.batch, seq_len),
         most_step_tokens=sum(sorted(lengths)[-recipe.batch :]),
     )
     return make_plan(recipe, hardware.probe(), config=session.config, data=facts)
@@ -161,12 +166,18 @@ def load_model(session: Session, plan: Plan, on_weight: Callable[[str], None]) -
 
 
 def plan_device(recipe: Recipe, plan: Plan) -> torch.device:
+    """The torch device of a plan: the card that was asked for, else the one that the planner takes."""
     import torch
+
+    from fitune import hardware
+    from fitune.planner.target import choose_target
 
     if plan.device == "cpu":
         return torch.device("cpu")
-    digits = "".join(c for c in recipe.devices or "0" if c.isdigit())
-    return torch.device("cuda", int(digits or 0))
+    digits = "".join(c for c in recipe.devices or "" if c.isdigit())
+    if digits or torch.cuda.device_count() == 1:
+        return torch.device("cuda", int(digits or 0))
+    return torch.device("cuda", choose_target(recipe, hardware.probe()).index or 0)
 
 
 def make_engine(built: Built, plan: Plan) -> Engine:

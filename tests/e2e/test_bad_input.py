@@ -358,7 +358,7 @@ def test_what_does_not_fit_names_what_would(place: Place):
                  "--batch", "1", "--loss-chunk", "64", "--json"])  # fmt: skip
     result = json.loads(place.capsys.readouterr().out)
     assert code == 3 and result["fits"] is False
-    assert any(entry["setting"] == {"method": "qlora"} for entry in result["nearest_fits"])
+    assert any(entry["setting"] == {"method": "qlora", "base_format": "auto"} for entry in result["nearest_fits"])
     assert all(entry["needs_bytes"] > 0 and entry["change"] for entry in result["nearest_fits"])
 
 

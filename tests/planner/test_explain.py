@@ -88,3 +88,18 @@ def test_why_the_embedding_is_where_it_is():
 def test_native_attention_says_so():
     result = plan(conf=tiny.config_of("falcon"), seq_len=128)
     assert reason(result, "attention").why == "the model brings its own attention, which is left as it is"
+
+
+@pytest.mark.parametrize(
+    "values", [dict(), dict(method="lora"), dict(method="full"), dict(recompute="all", micro_batch=2)], ids=str
+)
+def test_what_does_not_fit_is_not_said_to_fit(values):
+    result = plan(1, **values)
+    assert not result.fits
+    for entry in result.reasons:
+        if not entry.why.startswith("no T x T"):
+            assert " fit" not in entry.why, entry
+    if not values:
+        assert reason(result, "micro-batch").why == reason(result, "recomputation").why == "the smallest need there is"
+        assert reason(result, "base format").why.startswith("bf16 needs at least")
+    assert reason(plan(1, method="lora"), "base format").why == "that of method lora"

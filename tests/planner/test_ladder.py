@@ -78,21 +78,8 @@ def test_every_choice_fits_and_recomputes_the_fewest_layers(terms_of, case):
             assert fewer == []
 
 
-def open_bug(request, kind, reason, *, unless=()):
-    """Marks what is known to fail: on the kinds of models named, but for some cases."""
-    name = request.node.callspec.id
-    if any(k in name for k in kind) and not any(case in name for case in unless):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-
-
-# With full fine-tuning one row at a time is not the smallest: gradients of all weights are there during every pass but
-# the first. (Adapters' gradients are small.)
-ONE_ROW = "`smallest` looks at one row only, and `fitting` gives up with it"
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_says_that_nothing_fits_only_when_nothing_does(terms_of, case, request):
-    open_bug(request, ["full"], ONE_ROW, unless=["micro-batch fixed", "one row"])
+def test_says_that_nothing_fits_only_when_nothing_does(terms_of, case):
     made = search(terms_of, **case)
     candidates = everything(made)
     for limit in limits(candidates):
@@ -101,8 +88,7 @@ def test_says_that_nothing_fits_only_when_nothing_does(terms_of, case, request):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_smallest_candidate_is_the_smallest(terms_of, case, request):
-    open_bug(request, ["full"], ONE_ROW, unless=["micro-batch fixed", "one row"])
+def test_the_smallest_candidate_is_the_smallest(terms_of, case):
     made = search(terms_of, **case)
     assert made.smallest().peak_bytes == min(c.peak_bytes for c in everything(made))
 
@@ -114,9 +100,7 @@ def test_what_is_fixed_stays(terms_of):
             assert (found.micro_batch, found.recompute_layers, found.loss_chunk) == (2, 3, 256)
 
 
-def test_more_memory_is_never_slower(terms_of, request):
-    why = "the larger chunk is taken even where the smaller one needs no recomputation"
-    open_bug(request, ["lora", "nf4"], why)
+def test_more_memory_is_never_slower(terms_of):
     made = search(terms_of)
     costs = []
     for limit in sorted(limits(everything(made))):

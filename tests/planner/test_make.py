@@ -300,10 +300,35 @@ def test_beyond_learned_positions():
     assert plan(conf=tiny.config_of("gpt2"), seq_len=256).fits
 
 
+def test_the_default_length_is_cut_to_learned_positions():
+    from fitune import recipe as recipes
+
+    for name, positions in (("openai-community/gpt2", 1024), ("facebook/opt-125m", 2048), ("Qwen/Qwen3-0.6B", 40960)):
+        result = make_plan(recipes.build(dict(model=name, gpu="rtx3090", batch=1)))
+        assert result.fits and result.plan.seq_len == min(2048, positions)
+        said = [note for note in result.notes if "learned positions" in note]
+        assert said == (
+            [f"this model has {positions} learned positions: seq_len is {positions} instead of 2048"]
+            if positions < 2048
+            else []
+        )
+
+
+def test_what_is_offered_keeps_the_cut_length():
+    from fitune import recipe as recipes
+    from tests import tiny
+
+    unset = recipes.build(dict(model="m", method="qlora", batch=1))
+    result = make_plan(unset, machine(card_for(1)), config=tiny.config_of("gpt2"))
+    assert not result.fits and result.plan.seq_len == 256
+    assert [e for e in result.nearest_fits if "gpu" in e["setting"]], "planned with the length that was cut"
+
+
 def test_beyond_rotary_positions_is_a_note():
     result = plan(seq_len=5000, batch=1)
     assert any("5000 is beyond the 4096 positions" in note and "--rope-scaling" in note for note in result.notes)
     assert plan(seq_len=4096, batch=1).notes == ()
+    assert plan(seq_len=5000, batch=1, data=facts(longest_tokens=4000)).notes == (), "no record is that long"
 
 
 # -- contradictions -------------------------------------------------------------------------------------------------
@@ -312,6 +337,24 @@ def test_beyond_rotary_positions_is_a_note():
 def test_unknown_target_names_those_there_are():
     with pytest.raises(UserError, match=r"no layer is called 'qproj'(.|\n)*q_proj"):
         plan(lora_targets="qproj")
+
+
+@pytest.mark.parametrize("values", [dict(base_format="fp32"), dict(base_format="bf16", precision="fp32")], ids=str)
+def test_full_fine_tuning_in_another_format_than_it_computes_in(values):
+    precision = values.get("precision", "bf16")
+    with pytest.raises(UserError) as caught:
+        plan(method="full", **values)
+    assert caught.value.what == f"full fine-tuning computes in the weights' own format, here {precision}"
+    assert caught.value.why == f"base_format is {values['base_format']}"
+    assert caught.value.fix == f"leave base_format at auto, or use --precision {values['base_format']} too"
+    both = plan(method="full", base_format=values["base_format"], precision=values["base_format"]).plan
+    assert both.base_format == both.precision == values["base_format"]
+
+
+def test_a_setting_that_changes_nothing_is_said():
+    notes = plan(on=machine(card(name="Card")), vram=100.0, ram=4.0).notes
+    assert "--vram 100 changes nothing: Card has only 24.00 GiB" in notes
+    assert "--ram is not taken into account on a GPU: this version plans the GPU's memory only" in notes
 
 
 # -- the contract ---------------------------------------------------------------------------------------------------
@@ -369,4 +412,4 @@ def test_attention_kernel_of_an_unknown_class():
         layer_types = None
 
     target = choose_target(recipe(), machine(card_for(GIB)))
-    assert attention_kernel(PlanContext(recipe(), target, Odd()), "bf16") == ("native", False)
+    assert attention_kernel(PlanContext(recipe(), target, Odd(), 256), "bf16") == ("native", False)

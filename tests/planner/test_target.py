@@ -37,10 +37,18 @@ def test_a_card_is_taken_before_the_processor():
     assert target.budget_reason == "what is free on RTX 3080"
 
 
-def test_of_several_cards_one_and_it_is_said():
+def test_of_several_cards_the_one_with_the_most_free_memory():
     target = choose_target(recipe(), TWO)
-    assert target.name == "First"
-    assert target.notes == ("2 GPUs are there; this version trains on one of them (GPU 0)",)
+    assert (target.name, target.index) == ("First", 0)
+    assert target.notes == (
+        "2 GPUs are there; this version trains on one of them (GPU 0, which has the most free memory)",
+    )
+    busy = machine(card(index=0, free_bytes=GIB), card(8 * GIB, index=1, name="Second"))
+    target = choose_target(recipe(), busy)
+    assert (target.name, target.index, target.budget_bytes) == ("Second", 1, 8 * GIB)
+    assert "(GPU 1, which has the most free memory)" in target.notes[0]
+    alike = machine(card(index=0), card(index=1))
+    assert choose_target(recipe(), alike).index == 0
 
 
 @pytest.mark.parametrize("wanted", ["1", "cuda:1", " CUDA:1 "])
@@ -86,6 +94,27 @@ def test_vram_is_a_cap(vram, budget):
     target = choose_target(recipe(vram=vram), machine(card(10 * GIB)))
     assert target.budget_bytes == budget
     assert (target.budget_reason == "--vram") == (budget == 6 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("device", "has"),
+    [(card(10 * GIB, name="X"), "10.00 GiB"), (card(10 * GIB, name="X", free_bytes=GIB), "1.00 GiB free")],
+)
+def test_a_cap_above_what_there_is_is_said(device, has):
+    target = choose_target(recipe(vram=11), machine(device))
+    assert target.notes == (f"--vram 11 changes nothing: X has only {has}",)
+    assert choose_target(recipe(vram=0.5), machine(device)).notes == ()
+
+
+def test_a_cap_above_the_ram_is_said():
+    (note,) = choose_target(recipe(ram=100), machine(ram_bytes=16 * GIB)).notes
+    assert note == "--ram 100 changes nothing: 14.40 GiB are 90% of the available RAM"
+    assert choose_target(recipe(ram=4), machine(ram_bytes=16 * GIB)).notes == ()
+
+
+def test_ram_beside_a_card_is_said_not_to_count():
+    (note,) = choose_target(recipe(ram=4), machine(card())).notes
+    assert note == "--ram is not taken into account on a GPU: this version plans the GPU's memory only"
 
 
 def test_what_an_older_card_cannot_do():

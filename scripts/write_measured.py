@@ -1,0 +1,82 @@
+"""Write docs/measured.md from the records in benchmarks/results.
+
+    python scripts/write_measured.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "measured.md"
+RESULTS = ROOT / "benchmarks" / "results"
+GIB = 1024**3
+HEAD = """# Measured
+
+Written by `scripts/write_measured.py` from `benchmarks/results/`, which `benchmarks/gpu_records.py` writes on any machine
+with an NVIDIA GPU. Random weights of the true shapes, LoRA on all linear layers unless named otherwise. Predicted and
+measured are peaks of a training step in GiB as torch's allocator counts tensors (`max_memory_allocated`); reserved is what
+the allocator took for them, device what the driver counts for the whole card. Tokens/s are the median of four steps.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    text = HEAD
+    for path in sorted(RESULTS.glob("*.json")):
+        records = json.loads(path.read_text(encoding="utf-8"))
+        measured = [record for record in records if "measured" in record]
+        if measured:
+            text += section(path.name, measured)
+    return text
+
+
+def section(name: str, records: list[dict[str, Any]]) -> str:
+    """One file of records as a table."""
+    first = records[0]
+    versions = ", ".join(f"{key} {value}" for key, value in first["versions"].items())
+    errors = [abs(step_bytes(r["predicted"]) / step_bytes(r["measured"]) - 1) for r in records]
+    lines = [
+        f"\n## {first['gpu']['name']}, {first['date']}\n",
+        f"`{name}`: {versions}. Worst error of a step's predicted peak over {len(records)} runs: {max(errors):.2%}.\n",
+        "| run | batch x length | micro-batch | recomputed layers | predicted | measured | reserved | device | tokens/s |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in records:
+        plan, measured = record["plan"], record["measured"]
+        cap = f" (cap {record['cap_bytes'] / GIB:.0f} GiB)" if record["cap_bytes"] else ""
+        cells = [
+            record["name"] + cap,
+            f"{plan['batch']} x {plan['seq_len']}",
+            str(plan["micro_batch"]),
+            f"{plan['recompute_layers']} of {plan['num_layers']}",
+            f"{step_bytes(record['predicted']) / GIB:.3f}",
+            f"{step_bytes(measured) / GIB:.3f}",
+            f"{measured['peak_reserved_bytes'] / GIB:.2f}",
+            f"{measured['device_bytes'] / GIB:.2f}",
+            f"{measured['tokens_per_s']:,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def step_bytes(side: dict[str, Any]) -> int:
+    return int(side["phases"]["step"]["peak_allocated_bytes"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 when the page is not what the records say")
+    args = parser.parse_args()
+    if args.check:
+        return int(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,7 +68,8 @@ def table(rows: list[tuple[str, str, str, str]], model: str, steps: int) -> str:
     versions = f"fitune {fitune.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     date = datetime.date.today().isoformat()
     head = (
-        f"# Files tried\n\nWritten by `benchmarks/try_datasets.py` on {date}: {steps} steps of {model} on the CPU (batch "
+        "# Files tried\n\n"
+        f"Written by `benchmarks/try_datasets.py` on {date}: {steps} steps of {model} on the CPU (batch "
         f"2, 256 tokens), {versions}.\n\n| file | recognised as | records | outcome |\n| --- | --- | ---: | --- |\n"
     )
     return head + "".join("| " + " | ".join(row) + " |\n" for row in rows)

@@ -17,10 +17,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 GIB = 1024**3
 HEAD = """# Measured
 
-Written by `scripts/write_measured.py` from `benchmarks/results/`, which `benchmarks/gpu_records.py` writes on any machine
-with an NVIDIA GPU. Random weights of the true shapes, LoRA on all linear layers unless named otherwise. Predicted and
-measured are peaks of a training step in GiB as torch's allocator counts tensors (`max_memory_allocated`); reserved is what
-the allocator took for them, device what the driver counts for the whole card. Tokens/s are the median of four steps.
+Written by `scripts/write_measured.py` from `benchmarks/results/`, which `benchmarks/gpu_records.py` writes on any
+machine with an NVIDIA GPU. Random weights of the true shapes, LoRA on all linear layers unless named otherwise.
+Predicted and measured are peaks of a training step in GiB as torch's allocator counts tensors (`max_memory_allocated`);
+reserved is what the allocator took for them, device what the driver counts for the whole card. Tokens/s are the median
+of four steps; at 2,048 tokens a step they depend on how fast the host launches kernels (4,200 to 7,000 were seen for the
+first row on machines of one kind), at 8,192 they do not.
 """
 
 
@@ -43,7 +45,8 @@ def section(name: str, records: list[dict[str, Any]]) -> str:
     lines = [
         f"\n## {first['gpu']['name']}, {first['date']}\n",
         f"`{name}`: {versions}. Worst error of a step's predicted peak over {len(records)} runs: {max(errors):.2%}.\n",
-        "| run | batch x length | micro-batch | recomputed layers | predicted | measured | reserved | device | tokens/s |",
+        "| run | batch x length | micro-batch | recomputed layers | predicted | measured | reserved | device | tokens/s"
+        " |",
         "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in records:

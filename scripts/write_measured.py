@@ -21,7 +21,7 @@ Written by `scripts/write_measured.py` from `benchmarks/results/`, which `benchm
 machine with an NVIDIA GPU. Random weights of the true shapes, LoRA on all linear layers unless named otherwise.
 Predicted and measured are peaks of a training step in GiB as torch's allocator counts tensors (`max_memory_allocated`);
 reserved is what the allocator took for them, device what the driver counts for the whole card. Tokens/s are the median
-of four steps; at 2,048 tokens a step they depend on how fast the host launches kernels (4,200 to 7,000 were seen for the
+of four steps; at 2,048 tokens a step they depend on how fast the host launches kernels (4,200 to 7,000 seen for the
 first row on machines of one kind), at 8,192 they do not.
 """
 

@@ -33,7 +33,7 @@ def test_one_reason_per_decision(limit):
         (dict(optimizer="lion"), set()), (dict(recompute="all", micro_batch=1), set()),
         (dict(method="qlora", precision="fp16", optimizer="lion8bit"), {"base format", "precision", "optimizer"}),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(sorted(map(str, value))) or "nothing",
 )  # fmt: skip
 def test_approximations_are_marked(asked, approximate):
     assert inexact(plan(**asked)) == approximate

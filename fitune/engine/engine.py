@@ -81,6 +81,7 @@ class Engine:
             plan.optimizer, list(self.masters.parameters()), lr=plan.lr, weight_decay=plan.weight_decay
         )
         self.scaler = LossScaler(plan.loss_scaling)
+        self.updating = False  # an update has begun: the step cannot be replayed any more
         self.trains_embedding = self._trains(self.built.model.get_input_embeddings())
         self._parts = self._parameters_by_part()
 
@@ -135,7 +136,9 @@ class Engine:
                 )
             self.scaler.shrink()
             self.optimizer.zero_grad(set_to_none=True)
+        self.updating = True
         self._update(lr, norm)
+        self.updating = False
         self.scaler.grew()
         return StepResult(
             loss_value,
@@ -145,6 +148,11 @@ class Engine:
             time.perf_counter() - started,
             self.scaler.scale if self.scaler.enabled else None,
         )
+
+    def abandon(self) -> None:
+        """Forget the gradients of a step that failed before its update."""
+        for parameter, master in self.masters.pairs.values():
+            parameter.grad = master.grad = None
 
     def _accumulate(self, batches: list[Batch], grad_scale: float, observe: Observer) -> torch.Tensor:
         groups = [batches] if self.plan.accumulation_order == "layer-major" else [[b] for b in batches]

@@ -33,6 +33,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "eval": ("step", "eval_loss", "by_language", "seconds"),
     "sample": ("when", "language", "prompt", "answer"),
     "checkpoint": ("step", "path", "seconds", "bytes"),
+    "replan": ("step", "number", "change", "cause"),
     "notice": ("text",),
     "end": ("status", "step", "seconds", "error"),
 }  # fmt: skip

@@ -23,6 +23,7 @@ from fitune.train import session as sessions
 from fitune.train.events import EventLog
 from fitune.train.loggers import open_loggers
 from fitune.train.measure import Meter
+from fitune.train.recover import memory_failure, with_recovery
 from fitune.train.report import write_report
 from fitune.train.result import TrainResult, eval_losses, finished_result, write_result
 from fitune.train.run_folder import RunFolder
@@ -124,7 +125,7 @@ def _with_whole_paths(recipe: Recipe) -> Recipe:
 
 
 def _reopen(recipe: Recipe, folder: RunFolder, show: OnEvent) -> Run:
-    plan = plans.from_json(folder.plan_path.read_text(encoding="utf-8"))
+    plan = plans.from_json(folder.current_plan_path.read_text(encoding="utf-8"))
     saved = checkpoint.load_latest(folder.checkpoints_path, with_tensors=False)
     date = saved.values.get("date") if saved is not None else None
     session = sessions.open_session(recipe, date=datetime.date.fromisoformat(date) if date else None)
@@ -176,7 +177,7 @@ def _guarded(active: Run, *, resumed: bool, lang: str) -> TrainResult:
         line = next(iter(str(problem).splitlines()), type(problem).__name__)
         _end(active, "failed", line)
         _write_report(active, lang)
-        if _is_out_of_memory(problem):
+        if memory_failure(problem):
             raise UserError(
                 f"out of memory at step {active.step + 1}",
                 line,
@@ -189,12 +190,6 @@ def _guarded(active: Run, *, resumed: bool, lang: str) -> TrainResult:
     before, after = eval_losses(active.folder.events())
     code = EXIT_CODES.get(status, EXIT_DONE)
     return TrainResult(active.folder.path, status, code, active.step, active.loss, before, after)
-
-
-def _is_out_of_memory(problem: BaseException) -> bool:
-    import torch
-
-    return isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(problem).lower()
 
 
 def _with_checkpoint(active: Run, fix: str) -> str:
@@ -360,7 +355,8 @@ def _step(active: Run, engine: Engine, stream: StepStream, meter: Meter, first: 
         num_steps=active.num_steps,
     )
     meter.reset()
-    result = engine.step(_batches(active, [train[i] for i in positions]), step=active.step, lr=lr)
+    records = [train[i] for i in positions]
+    result = with_recovery(active, engine, lambda: engine.step(_batches(active, records), step=active.step, lr=lr))
     seconds = time.perf_counter() - started
     active.step += 1
     active.loss = result.loss
@@ -396,7 +392,7 @@ def _evaluate(active: Run, engine: Engine, meter: Meter) -> None:
     sums = {}
     for language, members in groups.items():
         chunks = [members[i : i + active.plan.batch] for i in range(0, len(members), active.plan.batch)]
-        sums[language] = engine.evaluate([b for chunk in chunks for b in _batches(active, chunk)])
+        sums[language] = with_recovery(active, engine, functools.partial(_losses, active, engine, chunks))
     total, count = (sum(column) for column in zip(*sums.values(), strict=True))
     by_language = {k: loss / max(n, 1) for k, (loss, n) in sums.items() if k}
     active.emit(
@@ -409,6 +405,10 @@ def _evaluate(active: Run, engine: Engine, meter: Meter) -> None:
     peaks = meter.peaks()
     if meter.is_higher("eval", peaks):
         active.emit("phase", phase="eval", **peaks)
+
+
+def _losses(active: Run, engine: Engine, chunks: Sequence[Sequence[Record]]) -> tuple[float, int]:
+    return engine.evaluate([batch for chunk in chunks for batch in _batches(active, chunk)])
 
 
 def _samples(active: Run, engine: Engine, when: str) -> None:

@@ -120,6 +120,12 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def current_plan_path(self) -> Path:
+        """The plan in force: `plan.N.json` of the last replan after running out of memory, else `plan.json`."""
+        replans = [p for p in self.path.glob("plan.*.json") if p.name.split(".")[1].isdigit()]
+        return max(replans, key=lambda p: int(p.name.split(".")[1]), default=self.plan_path)
+
+    @property
     def events_path(self) -> Path:
         return self.path / "events.jsonl"
 

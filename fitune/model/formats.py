@@ -106,7 +106,6 @@ def _pack_meta(shape: tuple[int, ...], format: str, double_quant: bool) -> Packe
             shape,
             {"codes": empty(rows, shape[-1], dtype=torch.int8), "scale": empty(rows, 1, dtype=torch.float32)},
         )
-    load_bitsandbytes()  # registers the ops that unpack, with their meta implementations
 
     blocks = -(-count // BLOCK_4BIT)
     tensors = {"codes": empty((count + 1) // 2, 1, dtype=torch.uint8)}
@@ -138,6 +137,11 @@ def unpack(packed: Packed, dtype: torch.dtype, scratch: Scratch | None = None) -
         torch.mul(tensors["codes"], tensors["scale"], out=weight)
         return weight.view(packed.shape)
     absmax = tensors["absmax"]
+    if absmax.device.type == "meta":  # what the ops below allocate, without the second that importing them takes
+        if "absmax2" in tensors:
+            absmax = torch.empty(absmax.shape, dtype=torch.float32, device="meta")
+        make = scratch.take if scratch is not None else functools.partial(torch.empty, device="meta")
+        return make(packed.shape, dtype=dtype)
     if "absmax2" in tensors:
         absmax = torch.ops.bitsandbytes.dequantize_blockwise(
             absmax, tensors["absmax2"], tensors["code2"], BLOCK_SCALES, torch.float32
@@ -147,10 +151,9 @@ def unpack(packed: Packed, dtype: torch.dtype, scratch: Scratch | None = None) -
     shape = packed.shape if packed.shape[-1] % BLOCK_4BIT == 0 else (math.prod(packed.shape),)
     if scratch is not None:
         weight = scratch.take(shape, dtype)
-        if weight.device.type != "meta":  # its meta implementation compares a size with a list (bitsandbytes 0.50.2)
-            torch.ops.bitsandbytes.dequantize_4bit.out(
-                tensors["codes"], absmax, BLOCK_4BIT, packed.format, shape, dtype, out=weight
-            )
+        torch.ops.bitsandbytes.dequantize_4bit.out(
+            tensors["codes"], absmax, BLOCK_4BIT, packed.format, shape, dtype, out=weight
+        )
         return weight.view(packed.shape)
     weight = torch.ops.bitsandbytes.dequantize_4bit(tensors["codes"], absmax, BLOCK_4BIT, packed.format, shape, dtype)
     return weight.view(packed.shape)

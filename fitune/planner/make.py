@@ -12,7 +12,7 @@ from fitune.planner import explain, ladder, nofit, positions
 from fitune.planner.result import PlanResult, predicted_dict
 from fitune.planner.target import Target, choose_target
 from fitune.recipe import QUANTISED_FORMATS, Recipe
-from fitune.units import from_gib
+from fitune.units import format_bytes, from_gib
 
 if TYPE_CHECKING:
     from fitune.hardware import Machine
@@ -89,6 +89,7 @@ def make_plan(
     seq_len, cut = positions.effective_seq_len(recipe, config)
     longest = seq_len if data is None else min(seq_len, data.longest_tokens)
     notes += [note for note in (cut, positions.beyond_rotary(longest, config)) if note]
+    notes += _budget_note(target)
     context = PlanContext(recipe, target, config, seq_len, data, notes)
     draft, found, tried = choose(context, base_formats(context))
     if found:
@@ -109,6 +110,17 @@ def choose(context: PlanContext, formats: list[str]) -> tuple[Plan, list[ladder.
             return draft, found, tried
         tried.append((draft, made.smallest()))
     return draft, [], tried
+
+
+def _budget_note(target: Target) -> list[str]:
+    """What of a card's memory is not for tensors; the sizes a plan shows are tensors and library workspaces."""
+    if target.device != "cuda":
+        return []
+    extra = overheads(target.device, target.compute_capability)
+    return [
+        f"besides what is shown the driver's context takes about {format_bytes(extra.context_bytes)} ({extra.source}), "
+        f"and {HEADROOM:.0%} of the budget stay free for the allocator"
+    ]
 
 
 def find_machine(recipe: Recipe, notes: list[str]) -> Machine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fitune.memory.constants import overheads
 from fitune.plan import Plan, Reason
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.units import format_bytes
@@ -61,9 +62,10 @@ def _base(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate
     exact = plan.base_format not in QUANTISED_FORMATS
     if rejected:
         other, least = rejected[-1]
+        workspace = overheads(context.target.device, context.target.compute_capability).workspace_bytes
         why = (
-            f"{other.base_format} needs at least {format_bytes(least.peak_bytes)} and tensors have "
-            f"{format_bytes(max(context.limit_bytes, 0))} of {format_bytes(context.target.budget_bytes)}"
+            f"{other.base_format} needs at least {format_bytes(least.peak_bytes + workspace)} and tensors have "
+            f"{format_bytes(max(context.limit_bytes + workspace, 0))} of {format_bytes(context.target.budget_bytes)}"
         )
     elif _asked(context, "base_format") or context.recipe.method == "qlora":
         why = "you asked for it"
@@ -99,7 +101,10 @@ def _attention(plan: Plan) -> Reason:
 def _embedding(plan: Plan) -> Reason:
     if plan.embedding_place == "host":
         return Reason("embedding", "host", "it is frozen: rows are gathered in RAM and only they are copied")
-    return Reason("embedding", "device", "it is trained, tied to the head, or already in RAM")
+    if plan.device == "cpu":
+        return Reason("embedding", "device", "the device is the processor: it is in RAM already")
+    why = "it is trained" if plan.method == "full" else "it is tied to the head, which is needed on the card"
+    return Reason("embedding", "device", why)
 
 
 def _loss(plan: Plan) -> Reason:

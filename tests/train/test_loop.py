@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fitune import recipe as recipes
 from fitune.engine.engine import Engine, LossScaler
-from fitune.errors import EXIT_FAILED, UserError
+from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, UserError
 from fitune.files import clean_leftovers
 from fitune.model.build import add_adapter, build, fill
 from fitune.train import checkpoint, run
@@ -359,7 +359,8 @@ def test_out_of_memory_names_the_step_and_the_checkpoint(train, monkeypatch, tmp
     with pytest.raises(UserError) as caught:
         train(save_every=1)
     error = caught.value
-    assert (error.what, error.exit_code) == ("out of memory at step 3", EXIT_FAILED)
+    assert error.what == "out of GPU memory at step 3, and nothing is left to change"
+    assert error.exit_code == EXIT_DOES_NOT_FIT
     assert error.why == "CUDA out of memory. Tried to allocate 2.00 GiB"
     assert f"the last checkpoint is at step 2: fitune train --resume {tmp_path / 'run'}" in error.fix
 

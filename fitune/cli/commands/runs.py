@@ -26,7 +26,7 @@ def command(folder: Path, as_json: bool) -> int:
     if as_json:
         print_json([info.as_dict() for info in infos])
     elif not infos:
-        click.echo(f"no runs in {folder}; `fitune train` starts one")
+        click.echo(f"no runs in {folder}; `fitune train` starts one, `fitune runs FOLDER` looks elsewhere")
     else:
         _show(infos)
     return EXIT_DONE

@@ -186,7 +186,8 @@ def test_gpus_lists_machine_and_catalog(capsys):
 def test_runs_of_an_empty_folder(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(capsys, "runs", "--json") == (0, "[]\n", "")
-    assert run(capsys, "runs") == (0, "no runs in runs; `fitune train` starts one, `fitune runs FOLDER` looks elsewhere\n", "")
+    said = "no runs in runs; `fitune train` starts one, `fitune runs FOLDER` looks elsewhere\n"
+    assert run(capsys, "runs") == (0, said, "")
 
 
 def on_a_terminal(*arguments: str, **environment: str) -> str:

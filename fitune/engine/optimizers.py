@@ -19,6 +19,16 @@ _BNB_MIN_PAGED = 100_000  # its paged optimizers keep the state of smaller tenso
 _BNB_TABLES = ("qmap1", "qmap2")  # code tables of 8-bit state: constants that all tensors share
 
 
+def require_device(name: str, device: str) -> None:
+    """Raises UserError when this optimizer does not run on this kind of device (cpu, cuda)."""
+    if name in NEEDS_CUDA and device != "cuda":
+        raise UserError(
+            f"optimizer {name} cannot run here",
+            "paged state needs an NVIDIA GPU's unified memory",
+            "use --optimizer adamw or adamw8bit",
+        )
+
+
 def build_optimizer(
     name: str, parameters: list[torch.Tensor], *, lr: float, weight_decay: float
 ) -> torch.optim.Optimizer:
@@ -27,13 +37,7 @@ def build_optimizer(
     Raises:
         UserError: the optimizer needs a GPU, or its library is missing.
     """
-    device = parameters[0].device.type
-    if name in NEEDS_CUDA and device != "cuda":
-        raise UserError(
-            f"optimizer {name} cannot run here",
-            "paged state needs an NVIDIA GPU's unified memory",
-            "use --optimizer adamw or adamw8bit",
-        )
+    require_device(name, parameters[0].device.type)
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
     if name == "adafactor":

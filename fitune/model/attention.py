@@ -267,7 +267,7 @@ class _Blockwise(torch.autograd.Function):
         out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         for row, queries, keys in _blocks(documents, window):
-            scores, _, _ = _scores(q, k, row, queries, keys, scale, window, softcap)
+            scores, _ = _scores(q, k, row, queries, keys, scale, window, softcap)
             block_lse = torch.logsumexp(scores, -1)
             if sinks is not None:
                 block_lse = torch.logaddexp(block_lse, sinks.float().view(1, -1, 1))
@@ -288,7 +288,7 @@ class _Blockwise(torch.autograd.Function):
         g = grads[0]
         groups = q.shape[1] // k.shape[1]
         for row, queries, keys in _blocks(documents, window):
-            scores, capped, _ = _scores(q, k, row, queries, keys, scale, window, softcap)
+            scores, capped = _scores(q, k, row, queries, keys, scale, window, softcap)
             block_lse = lse[row, :, queries]
             probs = torch.exp(scores.sub_(block_lse[..., None]))
             g_blk, o_blk = g[row, :, queries], out[row, :, queries]
@@ -326,8 +326,8 @@ def _scores(
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """fp32 scores [B, H, queries, keys], the tanh of the soft-cap (for its derivative), the mask of forbidden pairs."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """fp32 scores [B, H, queries, keys], and the tanh of the soft-cap (for its derivative)."""
     scores = _grouped(q[row, :, queries], k[row, :, keys].transpose(-1, -2)).float().mul_(scale)
     capped = None
     if softcap is not None:
@@ -338,7 +338,7 @@ def _scores(
     forbidden = key_at > query_at
     if window is not None:
         forbidden |= key_at <= query_at - window
-    return scores.masked_fill_(forbidden, float("-inf")), capped, forbidden
+    return scores.masked_fill_(forbidden, float("-inf")), capped
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ backward, so that where it lives (device, ring, host) is the caller's business.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ class StepContext:
     attention: str = "cpu"
     on_cuda: bool = False
     scratch: Scratch | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class _FrozenLinear(torch.autograd.Function):

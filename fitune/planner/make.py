@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fitune.hardware import Machine
     from fitune.memory.trace import Tracer
 
-PAGED = ("paged_adamw", "paged_adamw8bit")
 PACKING_GAIN = 1.1  # packing is chosen when padding would cost at least this factor in tokens
 DEFAULT_LR = {"full": 2e-5, "lora": 2e-4}
 
@@ -170,6 +169,8 @@ def auto_precision(target: Target) -> str:
 
 def _draft(context: PlanContext, base_format: str) -> Plan:
     """Everything but micro-batch, recomputation and chunk."""
+    from fitune.engine.optimizers import require_device
+
     recipe, target = context.recipe, context.target
     method = "full" if recipe.method == "full" else "lora"
     precision = wide_format(context)
@@ -208,12 +209,7 @@ def _draft(context: PlanContext, base_format: str) -> Plan:
             "use --no-packing",
         )
     optimizer = "adamw" if recipe.optimizer == "auto" else recipe.optimizer
-    if optimizer in PAGED and target.device != "cuda":
-        raise UserError(
-            f"optimizer {optimizer} cannot run here",
-            "paged state needs an NVIDIA GPU's unified memory",
-            "use --optimizer adamw or adamw8bit",
-        )
+    require_device(optimizer, target.device)
     tied = bool(getattr(context.config, "tie_word_embeddings", False))
     host_embedding = target.device == "cuda" and method == "lora" and not tied
     return Plan(

@@ -1,0 +1,156 @@
+"""Efficiencies and fixed costs behind predicted step times: what was fitted, on what, when, and how to fit it again.
+
+To fit again: `python scripts/fit_speed.py benchmarks/results/*.json --write`, which replaces the block between the
+markers. Records come from `benchmarks/measure.py` and `benchmarks/gpu_records.py` on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Constants of the roofline. Shares are of the catalog's dense rate or bandwidth.
+
+    Attributes:
+        gemm_share: what a large matrix product reaches; gemm_half_tiles: number of 128 x 128 output tiles at which a
+            product reaches half of that (on a card of 989 TFLOP/s; fewer on a smaller one).
+        grouped_share: of experts' and batched products, relative to gemm_share.
+        attention_forward_share, attention_backward_share: of fused attention kernels.
+        memory_share: elementwise kernels; unpack_share: unpacking the base; skinny_share: adapters' narrow products;
+            update_share: the optimizer.
+        dropout_bytes: memory traffic per element of counter dropout (17 int32 passes, some of them in cache).
+        kernel_s: time on the device that each kernel takes whatever it does.
+        host_kernel_s: host time per kernel launched; host_call_s: of Python per module or autograd function entered.
+        host_unpack_s: host time of bitsandbytes' own code per unpacked 4-bit weight.
+        host_low, host_high: what other hosts' times were, relative to these (5 and 95 %).
+        device_error: 95 % of the device-bound records lie within this relative error.
+    """
+
+    gemm_share: float
+    gemm_half_tiles: float
+    grouped_share: float
+    attention_forward_share: float
+    attention_backward_share: float
+    memory_share: float
+    unpack_share: float
+    skinny_share: float
+    update_share: float
+    dropout_bytes: float
+    kernel_s: float
+    host_kernel_s: float
+    host_call_s: float
+    host_unpack_s: float
+    host_low: float
+    host_high: float
+    device_error: float
+
+
+PRIOR = Fitted(
+    gemm_share=0.7,
+    gemm_half_tiles=40.0,
+    grouped_share=0.4,
+    attention_forward_share=0.4,
+    attention_backward_share=0.35,
+    memory_share=0.75,
+    unpack_share=0.6,
+    skinny_share=0.5,
+    update_share=0.6,
+    dropout_bytes=150.0,
+    kernel_s=1.5e-6,
+    host_kernel_s=7e-6,
+    host_call_s=7e-5,
+    host_unpack_s=2e-4,
+    host_low=0.6,
+    host_high=1.5,
+    device_error=0.15,
+)
+"""What one would guess before any record: where a fit starts, and what it is drawn to where records say nothing."""
+
+# fitted: begin
+FITTED_ON = (
+    "17 records of h200-2026-11-30.json; held-out half: median 8.5%, 95 % 27.8% on their hosts (4k tokens "
+    "and more: 2.8%, 11.7%); 21.0%, 33.5% without knowing the host"
+)
+FITTED = Fitted(
+    gemm_share=0.7,
+    gemm_half_tiles=41.14,
+    grouped_share=0.4,
+    attention_forward_share=0.4,
+    attention_backward_share=0.3533,
+    memory_share=0.6218,
+    unpack_share=0.6,
+    skinny_share=0.4953,
+    update_share=0.6114,
+    dropout_bytes=182.6,
+    kernel_s=1.587e-06,
+    host_kernel_s=7.834e-06,
+    host_call_s=0.0001088,
+    host_unpack_s=0.0001217,
+    host_low=0.6337,
+    host_high=1.578,
+    device_error=0.1295,
+)
+# fitted: end
+
+HOST_FACTORS = {"h200-2026-11-30.json": 1.30}
+"""Host factors known beforehand: 8B NF4 at 1x2048 gave 4,223 (in that file), 5,126, 5,934 and 7,007 tokens/s on four
+hosts with an H200 (2026-11-30); their geometric mean is 5,494."""
+REFERENCE_TFLOPS = 989.0  # dense bf16 rate of the card the constants were fitted on (NVIDIA H200, catalog)
+REFERENCE_CARDS = ("h200-sxm",)  # catalog ids whose records the constants were fitted on
+OVERLAP_POWER = 6.0
+"""Host and device run beside each other within a phase; their times combine as (host^p + device^p)^(1/p), a maximum
+with a rounded corner: where both are equal the phase takes 12 % longer than either."""
+SCORE_BYTES = 72.0
+"""Device memory traffic per attention score of the blockwise kernel, counted from `fitune.model.attention`: fp32
+products, scale, soft-cap, mask, exponentials and the 16-bit copy. Not measured."""
+EFFICIENT_ATTENTION = 0.6
+"""The memory-efficient kernel's rate relative to flash attention's. A rule of thumb, not measured."""
+
+SOURCE_SHARE = {"none": 1.0, "pinned": 1.0, "pageable": 0.4, "disk": 0.1}
+"""Share of the link's rate by where streamed weights wait. Pageable memory goes through small pinned buffers that a
+thread fills; disk: an NVMe drive beside a PCIe 4 x16 link. Neither was measured."""
+
+# ---- cards that were not measured ----
+
+GEMM_SHARE_ELSEWHERE = {"gddr": 0.85, "gddr_ecc": 0.60, "hbm": 0.80, "shared": 0.60}
+"""What large products reach of the catalog's dense rate, by memory kind. Not measured here: consumer cards hold or
+exceed their boost clock (the catalog's rate is at boost, with fp32 accumulation); small data-centre cards (T4, L4, A10)
+are held back by 70 to 150 W; A100-class cards reach about four fifths. H200: fitted above (it is power-limited too)."""
+ATTENTION_ELSEWHERE = 1.25
+"""Fused attention's share on Ampere and Ada relative to the H200's: FlashAttention-2 uses their tensor cores fully, and
+Hopper's only in part (https://arxiv.org/abs/2407.08608 gives 35 % of an H100). Capped at 0.7 of the dense rate."""
+ERROR_ELSEWHERE = {"kin": (0.80, 1.30), "catalog": (0.70, 1.50), "doubtful": (0.50, 2.20), "unknown": (0.20, 5.0)}
+"""Interval of the device's time relative to the prediction (kin: the same compute capability as a measured card).
+Wide on purpose: `docs/speed.md` lists the published figures they were checked against."""
+HOST_ELSEWHERE = (0.6, 2.0)
+LINK_ERROR = {"measured": (0.95, 1.10), "assumed": (0.8, 1.5)}
+"""Factors on the time of copies: the link's rate was measured on such a machine, or comes from the catalog."""
+CALIBRATED_ERROR = (0.85, 1.20)
+ROUGH_ERROR = (0.5, 2.5)
+"""Factor on the interval where a part of the work is only estimated (unknown family, plain-torch recurrences)."""
+
+UNKNOWN_TFLOPS, UNKNOWN_MEMORY_GB_PER_S, UNKNOWN_LINK_GB_PER_S = 50.0, 400.0, 12.0
+"""A card that the catalog does not know and that was not calibrated: good for ranking plans, not for a time."""
+
+# ---- processors ----
+
+CPU_GFLOPS_PER_CORE = {"bf16": 190.0, "fp16": 25.0, "fp32": 75.0}
+"""Matrix products per physical core. From one figure each: the demo (SmolLM2-135M, LoRA on all linears) gave 376
+tokens/s in bf16 and 237 in fp32 on two cores of an AMD EPYC with AVX512-BF16 (torch 2.13.0, 2026-11-30); fp16 is a
+guess."""
+CPU_MEMORY_GB_PER_S = 20.0  # of one process on a few cores; not measured
+CPU_KERNEL_S = 8e-6
+CPU_ERROR = (0.45, 2.5)
+
+# ---- from a calibration's figures to the roofline's ----
+
+STREAMING_KERNEL_SHARE = 0.9
+"""What the calibration's elementwise kernel reaches of the bandwidth on the data sheet. A rule of thumb."""
+UNPACK_BYTES_PER_VALUE = 2.5  # half a byte read, two written
+LAUNCH_S = 5e-6
+"""Host seconds per small operation launched from Python, as `fitune calibrate` measures them, on the hosts that the
+constants were fitted on. Not measured there: a calibrated host's factor is its own figure over this one."""
+CALIBRATED_HOST_ERROR = (0.6, 1.6)
+"""One figure of launches stands for all of Python's part: checked on no host yet."""

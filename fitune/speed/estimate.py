@@ -1,0 +1,84 @@
+"""A plan's step time on its device, and the time of a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fitune.hardware import Machine
+from fitune.plan import Plan
+from fitune.speed.cards import CardRates, card_rates
+from fitune.speed.roofline import StepTime, predict_step
+from fitune.speed.shape import Decoder, decoder_of
+from fitune.speed.work import Workload, step_work
+
+
+def predict(
+    plan: Plan,
+    config: Any,
+    device_name: str | None = None,
+    machine: Machine | None = None,
+    *,
+    workload: Workload | None = None,
+    calibration: Mapping[str, Any] | None = None,
+) -> StepTime:
+    """The time of one optimizer step of a plan.
+
+    Args:
+        config: the text model's transformers configuration, a catalog `ModelShape`, or a `Decoder` made of either
+            (make it once where many plans are compared).
+        device_name: another card than the plan's own.
+        machine: its number of processors, and the link negotiated by the card of that name, are used.
+        workload: mean length and share of target tokens of the data; without it rows are full and every token counts.
+        calibration: this machine's measured rates (`fitune.hardware.calibration.for_planning(...)[0].rates`), which go
+            before the catalog's.
+
+    Never raises for an unknown card: its basis is "unknown", its interval very wide, its time good for ranking only.
+    """
+    decoder = config if isinstance(config, Decoder) else decoder_of(config)
+    work = step_work(plan, decoder, workload)
+    return predict_step(work, _card(plan, device_name or plan.device_name, machine, calibration))
+
+
+def _card(plan: Plan, name: str, machine: Machine | None, calibration: Mapping[str, Any] | None) -> CardRates:
+    cores = machine.num_cpus if machine is not None else None
+    card = card_rates(plan.device, name, calibration, cores)
+    measured_link = (calibration or {}).get("host_to_device_bytes_per_s")
+    if machine is not None and plan.device != "cpu" and not measured_link:
+        links = [d.link_bytes_per_s for d in machine.devices if d.name == name and d.link_bytes_per_s]
+        if links:
+            card = card.with_link(min(links))
+    return card
+
+
+@dataclass(frozen=True)
+class JobTime:
+    """Seconds of a whole run: steps, evaluations and checkpoints, each in `parts`."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+    parts: Mapping[str, float]
+
+
+def job_time(
+    step: StepTime, steps: int, *, num_evals: int = 0, eval_tokens: float = 0.0, num_saves: int = 0, save_s: float = 0.0
+) -> JobTime:
+    """A run's time from one step's.
+
+    Args:
+        steps: optimizer steps, all taken to be like `step` (give it the data's mean row length, not the longest).
+        num_evals: evaluations of `eval_tokens` tokens each, at the forward pass's rate.
+        num_saves: checkpoints of `save_s` seconds each.
+
+    Leaves out loading, merging and the first step's warm-up (some seconds to minutes).
+    """
+    parts = {
+        "training": step.step_s * steps,
+        "evaluation": num_evals * eval_tokens * step.forward_s / step.tokens,
+        "checkpoints": num_saves * save_s,
+    }
+    scaled = parts["training"] + parts["evaluation"]
+    low, high = (scaled * bound / step.step_s + parts["checkpoints"] for bound in (step.low_s, step.high_s))
+    return JobTime(sum(parts.values()), low, high, parts)

@@ -1,0 +1,117 @@
+"""The work of a step has the right size: multiplications, bytes over the link, unpacked weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fitune.speed.work import Workload, step_work
+from tests.speed.case import LEAN, LORA, decoder, plan
+
+MOE = "Qwen/Qwen3-30B-A3B"
+TINY_LORA = dataclasses.replace(LORA, r=1, targets=("q_proj",))
+
+
+def products(work, *names: str) -> float:
+    return sum(g.flops * s.times for s in work.segments if s.name in names for g in s.gemms)
+
+
+def attention(work, name: str) -> float:
+    return sum(s.attention_flops * s.times for s in work.segments if s.name == name)
+
+
+def test_forward_of_8b_is_two_per_parameter_and_token():
+    work = step_work(plan(adapter=TINY_LORA), decoder())
+    layers = decoder().active_params - decoder().hidden * decoder().vocab
+    assert products(work, "forward") == pytest.approx(2 * layers * 4 * 2048, rel=0.01)
+    assert products(work, "loss") == pytest.approx(2 * 2 * decoder().hidden * decoder().vocab * 4 * 2048, rel=0.01)
+    # two products of T x T x head size per head, half of them masked
+    assert attention(work, "forward") == pytest.approx(32 * 4 * 32 * 2 * 2 * 2048**2 * 128 / 2, rel=0.01)
+
+
+def test_frozen_base_has_no_weight_gradients_and_full_has():
+    lora, full = (
+        step_work(plan(base_format="bf16", **change), decoder())
+        for change in (dict(adapter=TINY_LORA), dict(method="full", adapter=None))
+    )
+    assert products(lora, "backward") == pytest.approx(products(lora, "forward"), rel=0.02)
+    assert products(lora, "backward") < products(lora, "forward")  # the first layer's input needs no gradient
+    assert products(full, "backward") == pytest.approx(2 * products(full, "forward"), rel=0.001)
+
+
+def test_recomputation_is_another_forward_of_those_layers():
+    none, half, all_ = (step_work(plan(recompute_layers=n), decoder()) for n in (0, 16, 32))
+    assert products(none, "recompute") == 0
+    assert products(half, "recompute") == pytest.approx(products(all_, "recompute") / 2)
+    assert products(all_, "recompute") == products(all_, "forward") == products(none, "forward")
+
+
+def test_moe_multiplies_active_experts_and_reads_all():
+    model = decoder(MOE)
+    work = step_work(plan(1, 2048, MOE, adapter=TINY_LORA), model)
+    active = model.active_params - model.hidden * model.vocab
+    assert products(work, "forward") == pytest.approx(2 * active * 2048, rel=0.02)
+    unpacked = sum(s.unpack_bytes * s.times for s in work.segments if s.name == "forward")
+    stored = sum(layer.params for layer in model.layers)
+    assert unpacked == pytest.approx(stored * 2.5, rel=0.01)
+
+
+@pytest.mark.parametrize("seq_len", [4096, 8192])
+def test_windowed_attention_grows_with_length_and_causal_with_its_square(seq_len):
+    gemma = "google/gemma-3-1b-it"  # 512 tokens of window in 5 of 6 layers
+    per_kind = {}
+    for length in (seq_len, 2 * seq_len):
+        work = step_work(plan(1, length, gemma), decoder(gemma))
+        forward = [s for s in work.segments if s.name == "forward" and s.attention_flops]
+        per_kind[length] = sorted({s.attention_flops for s in forward})
+    (window, whole), (window2, whole2) = per_kind[seq_len], per_kind[2 * seq_len]
+    assert whole2 / whole == pytest.approx(4)
+    assert window2 / window == pytest.approx(2, rel=0.1)
+
+
+def test_documents_and_targets_of_the_data_are_counted():
+    full = step_work(plan(), decoder())
+    packed = step_work(plan(), decoder(), Workload(2048, target_share=0.25, doc_tokens=512))
+    assert attention(packed, "forward") == pytest.approx(attention(full, "forward") / 4)
+    assert products(packed, "loss") == pytest.approx(products(full, "loss") / 4)
+    assert products(packed, "forward") == products(full, "forward")
+    short = step_work(plan(), decoder(), Workload(1024))
+    assert short.tokens == full.tokens / 2
+
+
+def test_every_use_of_a_4_bit_weight_unpacks_it():
+    work = step_work(plan(), decoder())
+    first_layer_inputs = 3  # q, k and v of layer 0 are not needed for an input gradient
+    assert sum(s.unpacks * s.times for s in work.segments) == 7 * 3 * 32 - first_layer_inputs
+    assert sum(s.unpacks * s.times for s in step_work(plan(base_format="bf16"), decoder()).segments) == 0
+
+
+def test_link_bytes_of_streamed_weights():
+    resident = step_work(plan(embedding_place="device"), decoder())
+    assert resident.link_bytes == 0
+    streaming = dict(stream_from="pinned", resident_layers=0, embedding_place="device")
+    layer_bytes = decoder().layers[0].params * (0.5 + (1 + 4 / 256) / 64)
+    once = step_work(plan(**streaming), decoder())
+    assert once.link_bytes == pytest.approx(2 * 30 * layer_bytes)  # a ring of 2 holds two layers over each turn
+    four = step_work(plan(micro_batch=1, **streaming), decoder())
+    assert four.link_bytes == pytest.approx(4 * once.link_bytes)
+    major = step_work(plan(micro_batch=1, accumulation_order="layer-major", **streaming), decoder())
+    assert major.link_bytes == pytest.approx(once.link_bytes)
+    half = step_work(plan(**(streaming | dict(resident_layers=16))), decoder())
+    assert half.link_bytes == pytest.approx(2 * 14 * layer_bytes)
+
+
+def test_link_bytes_of_inputs_and_head():
+    inputs = step_work(plan(offload_inputs=True, embedding_place="device"), decoder())
+    assert inputs.link_bytes == 2 * 32 * 4 * 2048 * 4096 * 2
+    head = step_work(plan(head_place="host", embedding_place="device"), decoder())
+    assert head.link_bytes == 2 * 128256 * 4096 * 2
+    assert step_work(plan(8, 2048, **LEAN, embedding_place="device"), decoder()).link_bytes > head.link_bytes
+
+
+def test_the_update_reads_what_is_trained():
+    lora, full = step_work(plan(), decoder()), step_work(plan(method="full", adapter=None), decoder())
+    moved = [next(s for s in w.segments if s.phase == "optimizer").memory_bytes for w in (lora, full)]
+    assert moved[0] == 40 * 41_943_040  # peft's count of trainable parameters of Llama-3.1-8B at r = 16
+    assert moved[1] == pytest.approx(46 * 8.03e9, rel=0.001)

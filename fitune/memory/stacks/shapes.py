@@ -1,0 +1,90 @@
+"""A model's shape for the other tools: from the catalog, or from the bare columns of a published table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from fitune.catalog.models import ModelShape
+from fitune.errors import UserError
+from fitune.memory.stacks.settings import StackShape
+
+
+@dataclass(frozen=True)
+class Family:
+    """What bare columns leave out, by the model's name."""
+
+    pattern: str
+    head_dim: int | None = None
+    norm: str = "rms"
+    norms_per_layer: int = 2
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    softcap: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+# Published configurations of these families (config.json on their hubs); the first pattern that occurs wins.
+FAMILIES = (
+    Family(r"gemma-?2-", head_dim=256, norms_per_layer=4, softcap=True),
+    Family(r"gemma-?[34]", head_dim=256, norms_per_layer=4, qk_norm=True),
+    Family(r"gemma", head_dim=256),
+    Family(r"qwen-?3", head_dim=128, qk_norm=True),
+    Family(r"qwen-?2|qwen-?1\.5|qwen", qkv_bias=True),
+    Family(r"falcon", norm="layer", norms_per_layer=1, parallel_residual=True, shared_norm=True),
+    Family(r"phi-?(1|2)", norm="layer", norms_per_layer=1, parallel_residual=True, shared_norm=True, qkv_bias=True),
+    Family(r"stablelm-(base|tuned)-alpha|pythia|neox|redpajama|dolly", norm="layer", parallel_residual=True),
+    Family(r"stablelm", norm="layer"),
+    Family(r"santacoder|starcoder|bigcode|gpt2|opt-", norm="layer", qkv_bias=True),
+)
+
+
+def from_columns(
+    name: str, *, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool,
+    params_b: float | None = None,
+) -> StackShape:  # fmt: skip
+    """The shape behind a row of a published table.
+
+    Head size and kind of norm follow from the family's name; whether the MLP is gated from the parameter count
+    (``params_b``, billions): of the two possible counts the nearer one. Without a count it is gated.
+    """
+    family = next((f for f in FAMILIES if re.search(f.pattern, name.lower())), Family(""))
+    shape = StackShape(
+        name, hidden, layers, heads, kv_heads, family.head_dim or hidden // heads, intermediate, vocab, tied,
+        norm="layer" if family.norm == "layer" else "rms", norms_per_layer=family.norms_per_layer,
+        parallel_residual=family.parallel_residual, shared_norm=family.shared_norm, softcap=family.softcap,
+        qkv_bias=family.qkv_bias, qk_norm=family.qk_norm,
+    )  # fmt: skip
+    plain = replace(shape, gated=False)
+    if params_b and abs(plain.params / 1e9 - params_b) < abs(shape.params / 1e9 - params_b):
+        return plain
+    return shape
+
+
+def from_catalog(model: ModelShape) -> StackShape:
+    """The shape of a catalog model.
+
+    Raises:
+        UserError: a mixture of experts, latent or linear attention: how the other tools run them is not modelled.
+    """
+    unknown = next((k for k in ("moe", "mla", "linear_attention") if getattr(model, k) is not None), None)
+    if unknown or model.intermediate_size is None:
+        raise UserError(
+            f"cannot predict {model.id} with another tool",
+            f"the other tools' memory for {unknown or 'models without an MLP width'} is not modelled",
+            "predict it with fitune (no --stack), or name a dense model",
+        )
+    named = from_columns(
+        model.id, hidden=model.hidden_size, layers=model.num_hidden_layers, heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads, intermediate=model.intermediate_size, vocab=model.vocab_size,
+        tied=model.tie_word_embeddings,
+    )  # fmt: skip
+    return replace(
+        named,
+        head_dim=model.head_dim,
+        gated=model.mlp == "gated",
+        norms_per_layer=model.norms_per_layer,
+        qkv_bias=model.attention_bias != "none",
+        qk_norm=model.qk_norm != "none",
+    )

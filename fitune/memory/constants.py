@@ -1,31 +1,134 @@
-"""Measured memory outside what a trace of the step sees. Each entry says on what, with what, when and how.
+"""Device memory outside what a trace of the step sees, per compute capability: how much, and how that is known.
 
-To measure again: `python benchmarks/gpu_records.py overheads` on the GPU in question.
+A figure is *measured* (on which card, with which versions, when), *documented* (the source says it), *assumed* (from
+what, with an honest interval) or *calibrated* (by the person, on this very machine).
+
+To measure again: `fitune calibrate` on the GPU in question, which plans for that card then use; for a record with a
+benchmark's header `python benchmarks/gpu_records.py overheads`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from fitune.units import MIB
+from fitune.units import KIB, MIB
+
+BASES = ("measured", "documented", "assumed", "calibrated", "none")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Bytes, how they are known (one of `BASES`), from what, and the interval in which they are expected to lie."""
+
+    num_bytes: int
+    basis: str
+    source: str
+    low_bytes: int
+    high_bytes: int
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Device memory beside tensors: `context_bytes` outside torch's allocator (driver context, kernels, libraries),
-    `workspace_bytes` inside it (cuBLAS and cuBLASLt workspaces, allocated once and kept)."""
+    """Device memory beside tensors.
 
-    context_bytes: int
-    workspace_bytes: int
-    source: str
+    Attributes:
+        context: outside torch's allocator: the driver's context, kernels, libraries.
+        workspace: inside it: cuBLAS and cuBLASLt workspaces, allocated once and kept.
+    """
+
+    context: Figure
+    workspace: Figure
+
+    @property
+    def context_bytes(self) -> int:
+        return self.context.num_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.workspace.num_bytes
+
+    @property
+    def source(self) -> str:
+        """Where the context's size, the larger of the two, comes from."""
+        return self.context.source
+
+    @property
+    def slack_bytes(self) -> tuple[int, int]:
+        """(bytes less, bytes more) than `context_bytes` + `workspace_bytes` that are as likely: a prediction's interval
+        grows by these."""
+        figures = (self.context, self.workspace)
+        return sum(f.num_bytes - f.low_bytes for f in figures), sum(f.high_bytes - f.num_bytes for f in figures)
 
 
-_BY_CAPABILITY = {
-    # NVIDIA H200, driver 580.159, torch 2.11.0+cu130, bitsandbytes 0.50.2, 2026-11-30: 685 MiB once cuBLAS is loaded,
-    # 758 MiB (device minus reserved) after training steps have loaded all their kernels.
-    9: Overheads(758 * MIB, 64 * MIB, "measured on an H200, 2026-11-30"),
+# ---- measured ----
+
+# NVIDIA H200 (9.0), driver 580.159, torch 2.11.0+cu130, bitsandbytes 0.50.2, 2026-11-30, 20 runs: 527 MiB at start,
+# 685 MiB once cuBLAS is loaded, 758 MiB (device minus reserved) after training steps have loaded all their kernels.
+H200_CONTEXT_AT_START_BYTES = 527 * MIB
+H200_CUBLAS_BYTES = (685 - 527) * MIB
+H200_KERNELS_BYTES = (758 - 685) * MIB
+_H200_CONTEXT = Figure(758 * MIB, "measured", "measured on an H200, 2026-11-30", 740 * MIB, 790 * MIB)
+
+# ---- documented ----
+
+# aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.11 to 2.13: one workspace per handle and stream, and every thread
+# has its own handle. Forward passes run on the calling thread, backward passes on autograd's: two of them.
+NUM_CUBLAS_THREADS = 2
+CUBLAS_WORKSPACE_BYTES = 2 * 4096 * KIB + 8 * 16 * KIB  # CUBLAS_WORKSPACE_CONFIG's default, :4096:2:16:8
+CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB  # major versions 9, 10 and 12
+CUBLASLT_WORKSPACE_BYTES = MIB  # of products with a bias, where torch does not share cuBLAS' (2.11: not shared)
+_WORKSPACE = "two cuBLAS workspaces of torch's default size"
+
+# ---- assumed ----
+
+# RTX 6000 Ada (8.9), torch 2.10.0+cu130: 426 MiB at start, where the H200 has 527 (unslothai/unsloth-zoo#1053). What
+# cuBLAS and the kernels add is not known elsewhere and taken to be the same or less.
+ADA_CONTEXT_AT_START_BYTES = 426 * MIB
+_LEAST_CONTEXT_BYTES = 350 * MIB
+_FROM_H200 = "not measured on this architecture; taken from an H200"
+
+
+def _elsewhere(low_bytes: int, high_bytes: int) -> Figure:
+    return Figure(758 * MIB, "assumed", _FROM_H200, low_bytes, high_bytes)
+
+
+def _two(num_bytes: int) -> Figure:
+    size = NUM_CUBLAS_THREADS * num_bytes
+    return Figure(size, "documented", _WORKSPACE, num_bytes, size + NUM_CUBLAS_THREADS * CUBLASLT_WORKSPACE_BYTES)
+
+
+_OLDER = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 800 * MIB), _two(CUBLAS_WORKSPACE_BYTES))
+_ADA = Overheads(_elsewhere(ADA_CONTEXT_AT_START_BYTES, 800 * MIB), _two(CUBLAS_WORKSPACE_BYTES))
+_BLACKWELL = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 1000 * MIB), _two(CUBLAS_WORKSPACE_HOPPER_BYTES))
+_HOPPER = Overheads(_H200_CONTEXT, Figure(64 * MIB, "measured", "measured on an H200, 2026-11-30", 64 * MIB, 66 * MIB))
+
+BY_CAPABILITY: dict[tuple[int, int], Overheads] = {
+    (7, 0): _OLDER,
+    (7, 5): _OLDER,
+    (8, 0): _OLDER,
+    (8, 6): _OLDER,
+    (8, 9): _ADA,
+    (9, 0): _HOPPER,
+    (10, 0): _BLACKWELL,
+    (12, 0): _BLACKWELL,
 }
-_OTHER = Overheads(758 * MIB, 64 * MIB, "not measured on this architecture; taken from an H200")
+# AMD cards and what is not known: the larger workspace (torch takes 32 to 128 MiB for rocBLAS).
+_OTHER = Overheads(
+    _elsewhere(_LEAST_CONTEXT_BYTES, 1200 * MIB),
+    Figure(64 * MIB, "assumed", _FROM_H200, CUBLAS_WORKSPACE_BYTES, 332 * MIB),
+)
+_NONE = Figure(0, "none", "no device context on the CPU", 0, 0)
+
+NCCL_COMMUNICATOR = Figure(
+    512 * MIB,
+    "assumed",
+    "per communicator, outside torch's allocator: buffers of 4 MiB per channel and connection by NCCL's default "
+    "(NVIDIA/nccl#391), channels by topology; 1.6 GB was reported (NVIDIA/nccl#864)",
+    64 * MIB,
+    1640 * MIB,
+)
 
 HEADROOM = 0.04
 """Share of the budget left free for the allocator's fragmentation, whose replay is not part of this version. With
@@ -33,9 +136,39 @@ expandable segments, which `fitune.train.device` turns on; without them a run ne
 allocated, 9.33 reserved)."""
 
 
-def overheads(device: str, compute_capability: tuple[int, int] | None) -> Overheads:
-    """What a process holds besides its tensors on this kind of device."""
+def overheads(
+    device: str, compute_capability: tuple[int, int] | None, calibrated: Mapping[str, Any] | None = None
+) -> Overheads:
+    """What a process holds besides its tensors on this kind of device.
+
+    Args:
+        compute_capability: None where it is not known; a version between two of the table takes the lower one's of the
+            same major version, else the next major version's.
+        calibrated: the `memory` of this machine's own calibration of the card (`fitune.hardware.calibration`), whose
+            figures go before the table's; never that of another card.
+    """
     if device != "cuda":
-        return Overheads(0, 0, "no device context on the CPU")
-    major = compute_capability[0] if compute_capability else 0
-    return _BY_CAPABILITY.get(major, _OTHER)
+        return Overheads(_NONE, _NONE)
+    found = _of_table(compute_capability)
+    if not calibrated:
+        return found
+    return Overheads(
+        _own(calibrated.get("context_bytes"), found.context), _own(calibrated.get("workspace_bytes"), found.workspace)
+    )
+
+
+def _of_table(capability: tuple[int, int] | None) -> Overheads:
+    if capability is None:
+        return _OTHER
+    below = [key for key in BY_CAPABILITY if key[0] == capability[0] and key <= capability]
+    above = [key for key in BY_CAPABILITY if key > capability]
+    nearest = max(below) if below else min(above) if above else max(BY_CAPABILITY)
+    return BY_CAPABILITY[nearest] if nearest[0] == capability[0] or capability[0] >= 9 else _OTHER
+
+
+def _own(num_bytes: int | None, otherwise: Figure) -> Figure:
+    """A figure of this machine; 3 % either way for what another model's kernels add or leave out."""
+    if not num_bytes:
+        return otherwise
+    source = "measured on this machine by fitune calibrate"
+    return Figure(num_bytes, "calibrated", source, int(num_bytes * 0.97), int(num_bytes * 1.03))

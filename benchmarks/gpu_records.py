@@ -68,13 +68,7 @@ def main() -> None:
     if args.list:
         print("\n".join(["overheads", *CASES]))
         return
-    import torch  # imported once, before the forks (not bitsandbytes, which starts CUDA when it is imported)
-    import transformers  # noqa: F401
-
-    import fitune.engine.engine
-    import fitune.memory.trace  # noqa: F401
-
-    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA once its parent does"
+    import_before_forks()
     records = json.loads(args.out.read_text()) if args.out.exists() else []
     for name in args.cases or ["overheads", *CASES]:
         if any(r["name"] == name for r in records) and not args.again:
@@ -85,6 +79,17 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(records, indent=1) + "\n")
         print(_row(record), f"[{time.time() - started:.0f} s]", flush=True)
+
+
+def import_before_forks() -> None:
+    """Import once what every forked process needs (not bitsandbytes, which starts CUDA when it is imported)."""
+    import torch
+    import transformers  # noqa: F401
+
+    import fitune.engine.engine
+    import fitune.memory.trace  # noqa: F401
+
+    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA once its parent does"
 
 
 def _forked(name: str, steps: int) -> dict[str, Any]:

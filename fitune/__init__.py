@@ -2,6 +2,7 @@
 
     import fitune
     fitune.plan("meta-llama/Llama-3.1-8B", gpu="rtx3080")      # the object that `fitune plan --json` prints
+    fitune.predict("job.yaml")                                 # what it needs as it stands: `fitune predict --json`
     fitune.train("smollm2", data="demo", steps=10)             # the object that `fitune train --json` prints
 
 Importing this package imports nothing else. ``fitune.plan`` and ``fitune.train`` are also the modules of those names
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # modules and functions at once, which no type can say
     plan: Any
     train: Any
+    predict: Any
 
 __version__ = "0.1.0"
 
@@ -42,6 +44,8 @@ class _Package(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
+    if name == "predict":  # a function only: there is no module of this name
+        return importlib.import_module("fitune.cli.api").predict
     if name in _CALLS:
         return importlib.import_module(f"fitune.{name}")
     raise AttributeError(f"module 'fitune' has no attribute {name!r}")

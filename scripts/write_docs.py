@@ -42,7 +42,8 @@ its run folder as `recipe.yaml`.
 RECIPE_TAIL = """
 ## Not in the recipe
 
-`--resume RUN` continues a run with the recipe it has; `--lang zh` writes the report in Chinese; `--json` prints one
+`--resume RUN` continues a run with the recipe it has; `--supervise` (the default) trains in a process of its own that is
+started again when it is killed, `--no-supervise` in one, for debugging ([what a run survives](survive.md)); `--lang zh` writes the report in Chinese; `--json` prints one
 JSON value to stdout. `out` and the other settings of *Run* change nothing in a plan, so `fitune plan` has no options
 for them.
 """

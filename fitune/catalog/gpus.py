@@ -31,6 +31,7 @@ MARGIN_FROM_MARKETING = {"gddr": 0.035, "gddr_ecc": 0.0925, "hbm": 0.018, "share
 _NOISE = re.compile(r"\b(nvidia|geforce|amd|radeon|instinct|tesla|quadro|huawei|gpus?|graphics|card|generation|edition|"
                     r"corporation|jetson|hbm\d?e?)\b")  # fmt: skip
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:gib|gb|g)(?![a-z0-9])")
+LIKE = 0.5  # share of letters (difflib's ratio) from which on a name is suggested for another
 
 
 @dataclass(frozen=True)
@@ -234,15 +235,15 @@ def _unknown(name: str, core: str, memory_gb: int | None) -> UserError:
     near = ", ".join(nearest(name))
     return UserError(
         f"unknown GPU {name!r}",
-        "the catalog has no card of that name",
-        f"nearest names: {near}; `fitune gpus` lists all of them",
+        "the catalog has no card of that name" + ("" if near else ", nor one like it"),
+        (f"nearest names: {near}; " if near else "") + "`fitune gpus` lists all of them",
     )
 
 
 def nearest(name: str, n: int = 3) -> list[str]:
-    """The n catalog names most like ``name``, each name once."""
+    """At most n catalog names that are like ``name``, the most alike first, each once; none where nothing is."""
     core = _split(name)[0]
-    keys = difflib.get_close_matches(core, list(_index()), n=4 * n, cutoff=0.0)
+    keys = difflib.get_close_matches(core, list(_index()), n=4 * n, cutoff=LIKE)
     return list(dict.fromkeys(_index()[key][0].name for key in keys))[:n]
 
 

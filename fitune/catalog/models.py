@@ -19,6 +19,8 @@ SHORT_NAMES = {
 }
 # Accounts that publish copies under the name of the original (the last three on ModelScope).
 MIRRORS = ("unsloth", "NousResearch", "LLM-Research", "AI-ModelScope", "ZhipuAI")
+EXAMPLES = ("smollm2", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B")
+LIKE = 0.5  # share of letters (difflib's ratio) from which on a name is suggested for another
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,16 @@ def _only_beginning(key: str) -> tuple[str, ModelShape] | None:
 
 
 def nearest(name: str, n: int = 3) -> list[str]:
-    """The n ids or aliases most like ``name``."""
+    """At most n ids or aliases that are like ``name``, the most alike first; none where nothing is."""
     index = _by_short_name()
-    keys = difflib.get_close_matches(_plain(name.rpartition("/")[2]), list(index), n=2 * n, cutoff=0.0)
+    keys = difflib.get_close_matches(_plain(name.rpartition("/")[2]), list(index), n=2 * n, cutoff=LIKE)
     return list(dict.fromkeys(index[key][0] for key in keys))[:n]
+
+
+def hint(name: str, label: str = "the nearest names") -> str:
+    """What to say to a person whose model is not known: ``label`` and the nearest names, or what names look like."""
+    near = nearest(name)
+    return f"{label}: {', '.join(near)}" if near else f"names the catalog knows are like {', '.join(EXAMPLES)}"
 
 
 # ---- transformers configurations -------------------------------------------------------------------------------------

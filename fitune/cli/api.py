@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OnEvent = Callable[[dict[str, Any]], None]
 RECIPE_SUFFIXES = (".yaml", ".yml")
+WHERE = ("devices", "nproc", "parallel")  # settings that a resumed run may be given anew
 
 
 def plan(model: str | Path, **settings: Any) -> dict[str, Any]:
@@ -39,50 +40,87 @@ def train(
     resume: str | Path | None = None,
     on_event: OnEvent | None = None,
     lang: Literal["en", "zh"] = "en",
+    supervise: bool = False,
+    supervised: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Fine-tune, as `fitune train` does, and return what `fitune train --json` prints.
 
     Args:
         model: as in `plan`; None with `resume`.
-        resume: a run folder to continue; its own recipe is used, so no other setting may be given.
+        resume: a run folder to continue; its own recipe is used, so no other setting may be given but where it runs
+            (`WHERE`).
         on_event: called with each event of the run (one JSON object, as in `events.jsonl`).
         lang: the language of report.html.
+        supervise: in a process of its own that is started again when the system kills it, as the command line does;
+            off by default, so that it happens here.
+        supervised: this process is such a one.
         settings: fields of `fitune.recipe.Recipe`; `data` is needed.
     Returns:
         `{"run": folder, "status": str, "exit_code": int, ...}`.
     Raises:
         UserError: bad input; `exit_code` 3 where nothing fits.
     """
-    from fitune.train.run_folder import RunFolder
-
     if resume is not None:
-        if model is not None or settings:
-            named = ", ".join(["MODEL"] * (model is not None) + [name.replace("_", "-") for name in settings])
-            raise UserError(f"cannot resume with other settings: {named}",
+        named = ["MODEL"] * (model is not None)
+        named += [name.replace("_", "-") for name in settings if name not in WHERE]
+        if named:
+            raise UserError(f"cannot resume with other settings: {', '.join(named)}",
                             "a resumed run keeps its recipe, so that it ends as it would have without the stop",
                             "leave them out, or start a new run")  # fmt: skip
-        folder = RunFolder.open_existing(resume)
-        wanted = recipes.build(recipes.load(folder.recipe_path), str(folder.recipe_path))
-        return _run(wanted, folder.path, on_event, lang)
+        wanted, folder = recipe_of_run(resume, settings)
+        return _run(wanted, folder, on_event, lang, supervise, supervised)
     wanted = make_recipe(model, settings)
     if wanted.data is None:
         raise UserError("no data named", "training needs a data file",
                         "add --data FILE (or a dataset id), or --data demo for the bundled set")  # fmt: skip
-    return _run(wanted, None, on_event, lang)
+    return _run(wanted, None, on_event, lang, supervise, supervised)
 
 
-def _run(wanted: recipes.Recipe, resume: Path | None, on_event: OnEvent | None, lang: str) -> dict[str, Any]:
-    from fitune.train import run
+def recipe_of_run(run: str | Path, settings: dict[str, Any]) -> tuple[recipes.Recipe, Path]:
+    """A run's recipe, where it is to run changed by these settings, and its folder."""
+    from fitune.train.run_folder import RunFolder
 
-    return result_dict(run(wanted, resume=resume, on_event=on_event, lang=lang))
+    folder = RunFolder.open_existing(run)
+    values = recipes.load(folder.recipe_path) | settings
+    return recipes.build(values, str(folder.recipe_path)), folder.path
+
+
+def predict(model: str | Path | None, *, stack: str | None = None, **settings: Any) -> dict[str, Any]:
+    """What a recipe needs exactly as given, as `fitune predict --json` prints it. Nothing is planned or run.
+
+    Args:
+        model: as in `plan`.
+        stack: another tool whose memory is predicted for the same settings (`fitune.memory.stacks.STACKS`).
+        settings: fields of `fitune.recipe.Recipe`.
+    Raises:
+        UserError: a setting that cannot be, a model that cannot be found, or an unknown stack.
+    """
+    wanted = make_recipe(model, settings)
+    if stack is not None:
+        from fitune.planner.stack import predict as predict_stack
+
+        return predict_stack(wanted, stack).as_dict()
+    from fitune.planner.predict import predict as predict_recipe
+
+    return predict_recipe(wanted).as_dict()
+
+
+def _run(
+    wanted: recipes.Recipe, resume: Path | None, on_event: OnEvent | None, lang: str, supervise: bool, supervised: bool
+) -> dict[str, Any]:
+    from fitune.train import run, run_supervised
+
+    if supervise:
+        return result_dict(run_supervised(wanted, resume=resume, on_event=on_event, lang=lang))
+    return result_dict(run(wanted, resume=resume, on_event=on_event, lang=lang, supervised=supervised))
 
 
 def plan_result(model: str | Path | None, settings: dict[str, Any]) -> PlanResult:
     """`fitune.planner.make_plan` for these settings."""
     from fitune.planner import make_plan
 
-    return make_plan(make_recipe(model, settings))
+    return make_plan(make_recipe(model, settings), detailed=True)
 
 
 def make_recipe(model: str | Path | None, settings: dict[str, Any]) -> recipes.Recipe:

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 import click
 
 import fitune
-from fitune.cli.output import close_quietly, print_error
+from fitune.cli.output import close_quietly, is_closed_output, print_error
 from fitune.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 
 # Name and one line each. `fitune --help` shows these without importing the commands.
 COMMANDS = {
     "plan": "Say what will fit, why, and how much memory each phase needs.",
+    "predict": "Predict the memory of a recipe exactly as given, in every phase.",
     "train": "Plan, then fine-tune; --resume continues a run.",
     "export": "Write a run's adapter, or the merged model, to a folder.",
     "chat": "Talk to a trained run or a model.",
     "runs": "List the runs of a folder.",
     "gpus": "Show this machine's GPUs and the catalog's.",
+    "calibrate": "Measure this machine's cards, link, memory and disk, for better plans.",
 }
 
 
@@ -77,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets a `?`, not a traceback
             stream.reconfigure(errors="replace")
     try:
-        result = cli.main(args=arguments, prog_name="fitune", standalone_mode=False)
+        # `obj`: how this process was started, for a command that starts itself again; None within another program.
+        started = sys.argv[1:] if arguments is None else None
+        result = cli.main(args=arguments, prog_name="fitune", standalone_mode=False, obj=started)
         sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_DONE
     except UserError as error:
@@ -89,9 +93,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
+        if not is_closed_output(error):
+            raise
         close_quietly()
         return EXIT_FAILED
+    except (RuntimeError, MemoryError) as error:
+        print_error(_out_of_memory(error))
+        return EXIT_FAILED
+
+
+def _out_of_memory(error: BaseException) -> UserError:
+    """Memory that ran out in a command that cannot go on with less; every other error is raised again."""
+    from fitune.train.oom import PLACES, classify
+
+    found = classify(error)
+    if found is None:
+        raise error
+    fix = "close other programs, or use --devices cpu where the command has it"
+    return UserError(f"out of {PLACES[found.where]}", found.line, fix, EXIT_FAILED)
 
 
 def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:

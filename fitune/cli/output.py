@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -48,8 +49,16 @@ def print_error(error: UserError) -> None:
     for line in rest:
         label = line[:6]
         lines.append(click.style(label, bold=True) + line[6:] if label in ("  why:", "  fix:") else line)
-    with contextlib.suppress(BrokenPipeError):
+    try:
         click.echo("\n".join(lines), err=True, color=color)
+    except OSError as problem:
+        if not is_closed_output(problem):
+            raise
+
+
+def is_closed_output(error: OSError) -> bool:
+    """Whether the reader of our output has gone: a pipe that nobody reads, or a terminal that was closed."""
+    return isinstance(error, BrokenPipeError) or error.errno in (errno.EIO, errno.ENXIO)
 
 
 def close_quietly() -> None:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fitune.cli import render
+from fitune.cli.output import is_closed_output
 from fitune.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ ETA_STEPS = 20  # the last steps whose mean time gives the time left
 class Display:
     """Prints a run's events. Use as a context manager and pass `on_event` to `fitune.train.run`.
 
-    A reader that goes away (`fitune train | head`) silences the display; the run goes on.
+    A reader that goes away (`fitune train | head`, a closed terminal) silences the display; the run goes on.
     """
 
     def __init__(self, console: Console, plain_every_s: float = PLAIN_EVERY_S):
@@ -46,7 +47,9 @@ class Display:
             return
         try:
             handler(event)
-        except BrokenPipeError:
+        except OSError as error:
+            if not is_closed_output(error):
+                raise
             self._silent = True
 
     def _on_plan(self, event: dict[str, Any]) -> None:
@@ -140,9 +143,15 @@ class Display:
         self._progress.update(self._task, completed=event.get("step"), description=description)
 
     def _stop_bar(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._progress is None:
+            return
+        progress, self._progress = self._progress, None
+        try:
+            progress.stop()
+        except OSError as error:
+            if not is_closed_output(error):
+                raise
+            self._silent = True
 
     def _say(self, text: str) -> None:
         if text:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fitune.cli import render_memory
+from fitune.cli.words import Words
 from fitune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -33,15 +35,30 @@ def show_plan(console: Console, result: dict[str, Any]) -> None:
     if result.get("reasons"):
         console.print()
         console.print(decisions_table(result["reasons"]))
-    phases = phase_rows(result)
-    if phases:
-        console.print()
-        console.print(memory_table(phases, plan.get("budget_bytes")))
+    show_phases(console, result)
     for line in speed_lines(result.get("predicted") or {}):
         console.print(line, markup=False)
     for title, entries in (("Would fit", result.get("nearest_fits")), ("Also fits", result.get("alternatives"))):
         for entry in entries or []:
             console.print(f"{title}: {entry_line(entry)}", markup=False, soft_wrap=True)
+
+
+def show_phases(console: Console, result: dict[str, Any]) -> None:
+    """A bar per phase: by owner where the plan says whose the bytes are, else their sum."""
+    plan = result.get("plan") or {}
+    rows = render_memory.phase_owners(result)
+    if rows:
+        words, width = Words(), min(console.width, render_memory.MOST_WIDTH)
+        console.print()
+        for line in render_memory.phase_bars(rows, plan.get("budget_bytes"), width, words):
+            console.print(line)
+        for line in render_memory.legend_lines([owners for _, owners in rows], plan, width, words):
+            console.print(line)
+        return
+    phases = phase_rows(result)
+    if phases:
+        console.print()
+        console.print(memory_table(phases, plan.get("budget_bytes")))
 
 
 def headline(result: dict[str, Any]) -> str:

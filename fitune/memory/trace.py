@@ -1,106 +1,34 @@
-"""The engine's own step on the `meta` device, with every storage followed from birth to death.
+"""From runs of a few layers on `meta` to a script of the whole model's step.
 
 Nothing is computed and nothing is allocated; what is measured is what the same code would allocate on the target. A few
-layers of each kind are traced under both activation policies; `memory.replay` adds them up for the whole model.
+layers of each kind are run under both activation policies, at a few shapes; `memory.splice` puts the parts together.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from fitune.engine.batch import Batch, meta_batch
-from fitune.engine.driver import Driver
-from fitune.engine.optimizers import Masters, abstract_state, update_peak_bytes
-from fitune.engine.step import evaluate, forward_backward
-from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms, with_gradients_there
-from fitune.model.build import Built, add_adapter, build, fill, make_scratch, meta_weights
+from fitune.engine.optimizers import update_peak_bytes
+from fitune.memory.cut import CutPart, Cutter, Fitter, NotRegular, Shape, cut
+from fitune.memory.dry import DryRun, Rows
+from fitune.memory.events import Event
+from fitune.memory.follow import Follower
+from fitune.memory.held import holdings, largest_weight, layer_of
+from fitune.memory.replay import StepTerms
+from fitune.memory.script import Op, Script, Segment, Template
+from fitune.model.build import make_scratch
 from fitune.plan import Plan
 
-Marks = dict[tuple[str, int], Part]
-"""(part of the step, layer) to its bytes."""
-
 _CUDA_GRANULE = 512  # torch's CUDA caching allocator rounds every block up to this (c10/cuda/CUDACachingAllocator.cpp)
-
-
-class StorageTracker(TorchDispatchMode):
-    """Counts the bytes of live `meta` storages that were created under it."""
-
-    def __init__(self, granule: int):
-        super().__init__()
-        self.granule = granule
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.granule) * self.granule
-
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Storages that exist already are not counted again when an op returns a view of them."""
-        self._known |= {t.untyped_storage()._cdata for t in tensors}
-
-    def _born(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = self.rounded(storage.nbytes())
-        self._known.add(key)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._died, key, size)
-
-    def _died(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
-                self._born(leaf)
-        return out
-
-
-@dataclass
-class _Marks:
-    """Live bytes at the start of each part and the peak inside it."""
-
-    tracker: StorageTracker
-    parts: Marks
-    _open: tuple[tuple[str, int], int] | None = None
-
-    def __call__(self, name: str, index: int) -> None:
-        self.close()
-        self._open = (name, index), self.tracker.live_bytes
-        self.tracker.peak_bytes = self.tracker.live_bytes
-
-    def close(self) -> None:
-        if self._open is None:
-            return
-        key, start = self._open
-        self.parts[key] = Part(self.tracker.peak_bytes - start, self.tracker.live_bytes - start)
-        self._open = None
-
-
-def _observed(tracker: StorageTracker, run: Callable[[Callable[[str, int], None]], None]) -> Marks:
-    marks = _Marks(tracker, {})
-    run(marks)
-    marks.close()
-    return marks.parts
-
-
-def _few_chunks(batch: Batch, loss_chunk: int) -> Batch:
-    """The batch with targets for at most three loss chunks: the others allocate and free the same again."""
-    return replace(batch, num_targets=min(batch.num_targets, 3 * loss_chunk))
+# Rows, columns and loss chunk of the traced shapes: three loss chunks, the last one partial; numbers that no dimension
+# of a model is a multiple of; more and fewer columns than a block of queries has.
+_SEVERAL_ROWS = ((2, 71, 53), (3, 103, 113), (5, 331, 601))
+_ONE_ROW = ((1, 139, 53), (1, 307, 113), (1, 1327, 601))
+Run = tuple[Follower, list[CutPart]]
+# Settings that tell layers apart by their number.
+_BY_NUMBER = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "moe_layer_start_index")
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
@@ -108,6 +36,7 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     kinds = []
     types = getattr(config, "layer_types", None)
     mlp_types = getattr(config, "mlp_layer_types", None)
+    others = [name for name in _per_layer(config) if name not in ("layer_types", "mlp_layer_types")]
     for i in range(config.num_hidden_layers):
         kind = str(types[i]) if types else "layer"
         if mlp_types:
@@ -117,19 +46,49 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
         elif getattr(config, "decoder_sparse_step", None):
             dense = i in (getattr(config, "mlp_only_layers", None) or ()) or (i + 1) % config.decoder_sparse_step
             kind += "/dense" if dense else "/sparse"
-        kinds.append(kind)
+        kinds.append(kind + "".join(f"/{name}={getattr(config, name)[i]}" for name in others))
     return tuple(kinds)
 
 
+def representatives(kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """The first layer, which is special (its input needs no gradient where the embedding is frozen), and the first of
+    each kind behind it."""
+    later = kinds[1:]
+    return (0, *sorted(later.index(kind) + 1 for kind in set(later)))
+
+
 def shortened(config: Any, kinds: tuple[str, ...]) -> Any:
-    """The same configuration with just enough leading layers to hold every kind, and at least two."""
-    count = min(len(kinds), max(2, max(kinds.index(kind) for kind in set(kinds)) + 1))
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = count
-    for name in ("layer_types", "mlp_layer_types"):
-        if getattr(config, name, None):
-            setattr(config, name, list(getattr(config, name))[:count])
-    return config
+    """The same configuration with few layers, every kind behind the first among them: the representatives alone where
+    lists say all that differs from layer to layer, else the leading layers up to the last of them."""
+    chosen = representatives(kinds)
+    leading = tuple(range(chosen[-1] + 1))
+    for picks in dict.fromkeys((chosen, leading)):
+        short = _picked(config, picks)
+        if picks == leading or (_lists_say_all(config) and layer_kinds(short) == tuple(kinds[i] for i in picks)):
+            return short
+    raise AssertionError("the leading layers can always be taken")
+
+
+def _picked(config: Any, picks: tuple[int, ...]) -> Any:
+    short = copy.deepcopy(config)
+    for name in _per_layer(config):
+        setattr(short, name, [getattr(config, name)[i] for i in picks])
+    short.num_hidden_layers = len(picks)
+    return short
+
+
+def _per_layer(config: Any) -> list[str]:
+    """Settings that are lists with an entry per layer."""
+    values = config.to_dict()
+    return [
+        name
+        for name, value in values.items()
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers
+    ]
+
+
+def _lists_say_all(config: Any) -> bool:
+    return all(getattr(config, name, None) in (None, 0, 1, []) for name in _BY_NUMBER)
 
 
 class Tracer:
@@ -140,172 +99,231 @@ class Tracer:
         self.kinds = layer_kinds(config)
         self.config = shortened(config, self.kinds)
         self.granule = _CUDA_GRANULE if plan.device == "cuda" else 1
-        self.built = build(self.config, plan, "meta")
-        fill(self.built, meta_weights(self.built), plan)
-        add_adapter(self.built, plan)
-        self.masters = Masters(self.built.trainable())
-        self.driver = Driver(self.built)
-        self.driver.check()
-        embedding = self.built.model.get_input_embeddings()
-        self.trains_embedding = any(p.requires_grad for p in embedding.parameters())
-        self._terms: dict[tuple[int, int, int], StepTerms] = {}
+        self.dry = DryRun(self.config, plan)
+        self._script: Script | None = None
+        self._why_not: str | None = None  # why there is no script for every shape
+        self._scripts: dict[tuple[int, int, int], Script] = {}
+
+    def script(self) -> Script:
+        """The step at any shape. Made once, from a few traces.
+
+        Raises:
+            NotRegular: what the step does depends on the shape in a way that expressions cannot say (attention in
+                blocks, counter dropout in pieces, ...): ask for events or terms of one shape.
+        """
+        if self._why_not is not None:
+            raise NotRegular(self._why_not)
+        if self._script is None:
+            try:
+                self._script = _Builder(self).general()
+            except NotRegular as why:
+                self._why_not = str(why)
+                raise
+        return self._script
+
+    def script_at(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
+        """The step at one shape: the general script where there is one, else a trace of this shape. Cached."""
+        try:
+            return self.script()
+        except NotRegular:
+            key = (num_rows, num_columns, loss_chunk)
+            if key not in self._scripts:
+                self._scripts[key] = _Builder(self).at(*key)
+            return self._scripts[key]
 
     def terms(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
         """Terms of a step at micro-batches of [num_rows, num_columns]. Cached per shape."""
-        key = (num_rows, num_columns, loss_chunk)
-        if key not in self._terms:
-            self._terms[key] = self._trace(*key)
-        return self._terms[key]
+        return self.script_at(num_rows, num_columns, loss_chunk).terms(num_rows, num_columns, loss_chunk)
 
-    def _trace(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
-        batch = dict(num_rows=num_rows, num_columns=num_columns, loss_chunk=loss_chunk)
-        self.built.context.scratch = make_scratch(self.built, loss_chunk)
-        evaluation = self._run_evaluation(**batch)
-        layers = {}
-        for index, kind in self._of_each_kind():
-            layers[kind] = LayerTerms(*self._static(index), eval_forward=evaluation["forward", index])
-        other_weights, other_trained, other_state = self._static(None)
-        # Adapters' later passes follow from the first. Full fine-tuning adds gradients of the head chunk by chunk and
-        # of 16-bit parameters to fp32 masters, so its second pass is traced.
-        trains_all = self.plan.method == "full"
-        recompute = self._run(recompute_layers=self.config.num_hidden_layers, passes=2 if trains_all else 1, **batch)
-        keep = self._run(recompute_layers=0, passes=2 if trains_all else 1, **batch)
-        first_pass = self._pass(recompute[0], keep[0])
-        if trains_all:
-            later_pass = self._pass(recompute[1], keep[1])
-        else:
-            trained = {kind: layer.trained_bytes for kind, layer in layers.items()}
-            later_pass = with_gradients_there(first_pass, trained, self._static(0)[1])
-        return StepTerms(
-            kinds=self.kinds,
-            layers=layers,
-            other_weight_bytes=other_weights,
-            other_trained_bytes=other_trained,
-            other_state_bytes=other_state,
-            first_pass=first_pass,
-            later_pass=later_pass,
-            optimizer_peak_bytes=update_peak_bytes(self.plan.optimizer, self.masters.parameters()),
-            eval_embed=evaluation["embed", 0],
-            eval_tail=evaluation["tail", 0],
-            largest_weight_bytes=self._largest_weight(),
+    def step_events(self, num_rows: int, num_columns: int, loss_chunk: int, **how: Any) -> list[Event]:
+        """See `Script.step_events`."""
+        script = self.script_at(num_rows, num_columns, loss_chunk)
+        return script.step_events(num_rows, num_columns, loss_chunk, **how)
+
+    def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]:
+        """See `Script.eval_events`."""
+        return self.script_at(num_rows, num_columns, loss_chunk).eval_events(num_rows, num_columns, loss_chunk)
+
+
+class _Builder:
+    """Collects segments of several runs into one script."""
+
+    def __init__(self, tracer: Tracer):
+        self.tracer, self.dry = tracer, tracer.dry
+        self.kinds = layer_kinds(tracer.config)
+        self.prefix = self.dry.built.layers_prefix
+        self._templates: dict[Template, int] = {}
+        self._segments: dict[str, Segment] = {}
+
+    def general(self) -> Script:
+        script = self._fitted([Shape(*s) for s in _SEVERAL_ROWS])
+        if self._same_for_one_row(script):
+            return script
+        narrow = _Builder(self.tracer)._fitted([Shape(*s) for s in _ONE_ROW])
+        return replace(script, narrow=narrow, _cache={})
+
+    def at(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
+        """The script at one shape. Many loss chunks are traced as three, the partial one last."""
+        shape = Shape(num_rows, num_columns, loss_chunk)
+        chunks = -(-shape.num_targets // loss_chunk)
+        if chunks > 3:
+            rest = shape.num_targets - (chunks - 1) * loss_chunk
+            shape = Shape(num_rows, num_columns, loss_chunk, limit=2 * loss_chunk + rest)
+        fitter = Fitter([shape], constant=True)
+        for recompute in self._cuts():
+            self._add(self._run(shape, recompute, 2), fitter, recompute)
+        self._add(self._evaluation(shape), fitter, 0)
+        return replace(self._script(), at=(num_rows, num_columns, loss_chunk), _cache={})
+
+    def _fitted(self, shapes: list[Shape]) -> Script:
+        """All segments at the first shape, with sizes as expressions that hold at the others too."""
+        base, count = shapes[0], len(self.kinds)
+        fitter = Fitter(shapes)
+        everything = self._run(base, count, 2)
+        fitter.learn([everything, *(self._run(s, count, 1) for s in shapes[1:])])
+        evaluation = self._evaluation(base)
+        fitter.learn([evaluation, *(self._evaluation(s) for s in shapes[1:])])
+        self._add(everything, fitter, count)
+        self._add(evaluation, fitter, 0)
+        for recompute in self._cuts():
+            if recompute != count:
+                self._add(self._run(base, recompute, 2), fitter, recompute)
+        at_once = Shape(base.num_rows, base.num_columns, base.num_rows * base.num_columns)
+        fitter = fitter.moved(at_once)
+        for recompute in (count, 0):
+            self._add(self._run(at_once, recompute, 2), fitter, recompute)
+        self._add(self._evaluation(at_once), fitter, 0)
+        return self._script()
+
+    def _cuts(self) -> list[int]:
+        """Numbers of recomputed layers: all, none, and so that a layer of each kind is the first that is kept."""
+        return list(dict.fromkeys([len(self.kinds), 0, *{kind: i for i, kind in enumerate(self.kinds) if i}.values()]))
+
+    def _rows(self, shape: Shape) -> Rows:
+        return Rows(shape.num_rows, shape.num_columns, shape.limit)
+
+    def _run(self, shape: Shape, recompute: int, micro_batches: int) -> Run:
+        rows = [self._rows(shape)] * micro_batches
+        follower = self.dry.step(rows, loss_chunk=shape.loss_chunk, recompute_layers=recompute)
+        return follower, cut(follower)
+
+    def _evaluation(self, shape: Shape) -> Run:
+        follower = self.dry.evaluation(self._rows(shape), loss_chunk=shape.loss_chunk)
+        return follower, cut(follower, evaluation=True)
+
+    def _add(self, run: Run, fitter: Fitter, recompute: int) -> None:
+        follower, parts = run
+        cutter = Cutter(follower, parts)
+        last_chunk = max(part.index for part in parts if part.name == "chunk")
+        for at, part in enumerate(parts):
+            if part.name == "optimizer":
+                continue
+            key = self._key(part, recompute, last_chunk)
+            segment = self._segment(cutter, at, fitter)
+            if part.name == "start" and key == "start":
+                segment = self._one_micro_batch(segment)
+            if self._segments.setdefault(key, segment) != segment:
+                raise NotRegular(f"{key} is not always the same")
+
+    def _one_micro_batch(self, segment: Segment) -> Segment:
+        half = (len(segment) - 1) // 2
+        first, second = segment[:half], segment[half:-1]
+        if [op[:2] for op in first] != [op[:2] for op in second]:
+            raise NotRegular("micro-batches of one shape differ")
+        return (*second, segment[-1])
+
+    def _key(self, part: CutPart, recompute: int, last_chunk: int) -> str:
+        if part.name in ("start", "end"):
+            return f"{part.run}|{part.name}".lstrip("|")
+        if part.name == "embed":
+            return f"{part.run}|embed"
+        policy = "r" if (part.index if part.in_layer else len(self.kinds) - 1) < recompute else "k"
+        if part.name == "tail":
+            return f"{part.run}|tail|{policy}"
+        if part.name == "chunk":
+            place = ("F" if part.index == 0 else "") + ("L" if part.index == last_chunk else "") or "M"
+            return f"{part.run}|chunk|{policy}|{place}"
+        if not part.in_layer:
+            return f"{part.run}|{part.name}|embed"
+        where = self.kinds[part.index] if part.index else "first"
+        if part.name == "stash":
+            return f"{part.run}|stash|{where}"
+        enters = "|enters" if part.name == "backward" and part.index == recompute and part.index else ""
+        return f"{part.run}|{part.name}|{where}|{policy}{enters}"
+
+    def _segment(self, cutter: Cutter, at: int, fitter: Fitter) -> Segment:
+        part = cutter.parts[at]
+        made: list[Op] = []
+        for source, number, group in cutter.ops(at):
+            if source == "":
+                block = cutter.blocks[number]
+                owner, what = cutter.described(block, layer_of(block.name, self.prefix)[1])
+                template = fitter.template(block, part, owner, what)
+                number = self._templates.setdefault(template, len(self._templates))
+            made.append((source, number, group))
+        return tuple(made)
+
+    def _same_for_one_row(self, script: Script) -> bool:
+        """Whether the script says of one row what a trace of one row does (a few layers of it)."""
+        shape = Shape(*_ONE_ROW[0])
+        short, count = replace(script, kinds=self.kinds, _cache={}), len(self.kinds)
+        key = (shape.num_rows, shape.num_columns, shape.loss_chunk)
+        for recompute in (count, 0):
+            run = self._run(shape, recompute, 1)
+            said = short.step_events(*key, recompute_layers=recompute, accumulates=False, first_step=True)
+            if _sizes(said) != _sizes(_as_events(run, self.prefix)):
+                return False
+        return True
+
+    def _script(self) -> Script:
+        plan, built = self.tracer.plan, self.dry.built
+        held = holdings(built, self.dry.engine.masters, plan.optimizer)
+        masters = self.dry.engine.masters.parameters()
+        return Script(
+            kinds=self.tracer.kinds,
+            granule=self.tracer.granule,
+            templates=tuple(self._templates),
+            segments=self._segments,
+            layers={kind: held.layers[i] for i, kind in enumerate(self.kinds)},
+            before=held.before,
+            after=held.after,
+            shared_state=held.shared,
+            scratch=_scratch_rule(self.dry),
+            clips=plan.clip > 0,
+            update_bytes=update_peak_bytes(plan.optimizer, masters),
+            largest_weight_bytes=largest_weight(built),
         )
 
-    def _of_each_kind(self) -> list[tuple[int, str]]:
-        """(index, kind): the last traced layer of every kind. The first layer is special, and stands for itself."""
-        last = {kind: index for index, kind in enumerate(self.kinds[: self.config.num_hidden_layers])}
-        return [(index, kind) for kind, index in last.items()]
 
-    def _pass(self, recompute: Marks, keep: Marks) -> PassParts:
-        def layer(index: int) -> LayerParts:
-            return LayerParts(
-                recompute["stash", index],
-                (recompute["forward", index], recompute["backward", index]),
-                (keep["forward", index], keep["backward", index]),
-            )
-
-        return PassParts(
-            embed=recompute["embed", 0],
-            first=layer(0),
-            kinds={kind: layer(index) for index, kind in self._of_each_kind()},
-            tail_after_recompute=recompute["tail", 0],
-            tail_after_keep=keep["tail", 0],
-            embed_backward=recompute.get(("backward", -1), Part(0, 0)),
-        )
-
-    def _run(
-        self, *, num_rows: int, num_columns: int, loss_chunk: int, recompute_layers: int, passes: int
-    ) -> list[Marks]:
-        """The parts of each of `passes` forward and backward passes over which gradients accumulate."""
-        with_dropout = bool(self.plan.adapter and self.plan.adapter.dropout)
-
-        def step(marks: Callable[[str, int], None]) -> None:
-            forward_backward(
-                self.driver,
-                [_few_chunks(meta_batch(num_rows, num_columns, with_dropout=with_dropout), loss_chunk)],
-                recompute_layers=recompute_layers,
-                loss_chunk=loss_chunk,
-                grad_scale=1.0,
-                trains_embedding=self.trains_embedding,
-                observe=marks,
-                grads_ready=lambda part, index: self.masters.collect(self._names(part, index)),
-            )
-
-        tracker = self._tracker()
-        found = []
-        with tracker:
-            for _ in range(passes):
-                found.append(_observed(tracker, step))
-        for parameter, master in self.masters.pairs.values():
-            parameter.grad = master.grad = None
-        return found
-
-    def _run_evaluation(self, *, num_rows: int, num_columns: int, loss_chunk: int) -> Marks:
-        def run(marks: Callable[[str, int], None]) -> None:
-            batch = _few_chunks(meta_batch(num_rows, num_columns, with_dropout=False), loss_chunk)
-            evaluate(self.driver, batch, loss_chunk, observe=marks)
-
-        tracker = self._tracker()
-        with tracker:
-            return _observed(tracker, run)
-
-    def _tracker(self) -> StorageTracker:
-        tracker = StorageTracker(self.granule)
-        tracker.ignore(self._existing())
-        return tracker
-
-    def _names(self, part: str, index: int) -> list[str]:
-        prefix = f"{self.built.layers_prefix}."
-        if part == "layer":
-            return [n for n in self.masters.pairs if n.startswith(f"{prefix}{index}.")]
-        return [n for n in self.masters.pairs if not n.startswith(prefix)]
-
-    def _existing(self) -> list[torch.Tensor]:
-        return [t for _, t in _device_tensors(self.built)] + list(self.masters.parameters())
-
-    def _static(self, index: int | None) -> tuple[int, int, int]:
-        """(weights, trained masters, optimizer state) in bytes of one layer, or of everything outside the layers."""
-        prefix = f"{self.built.layers_prefix}."
-        mine = f"{prefix}{index}." if index is not None else None
-
-        def belongs(name: str) -> bool:
-            return name.startswith(mine) if mine else not name.startswith(prefix)
-
-        rounded = StorageTracker(self.granule).rounded
-        storages = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for name, t in _device_tensors(self.built)
-            if belongs(name)
-        }
-        weights = sum(rounded(size) for size in storages.values())
-        pairs = [(p, master) for name, (p, master) in self.masters.pairs.items() if belongs(name)]
-        masters = sum(rounded(m.numel() * 4) for p, m in pairs if m is not p)
-        trained = sum(rounded(m.numel() * 4) for _, m in pairs)
-        state = (
-            sum(
-                rounded(t.numel() * t.element_size())
-                for t in abstract_state(self.plan.optimizer, [m for _, m in pairs])
-            )
-            if pairs
-            else 0
-        )
-        return weights + masters, trained, state
-
-    def _largest_weight(self) -> int:
-        sizes = [lin.in_features * lin.out_features for lin in self.built.linears.values()]
-        sizes += [torch.Size(shape).numel() for e in self.built.experts for shape in e.shapes.values()]
-        width = torch.empty((), dtype=self.built.compute_dtype).element_size()
-        return max(sizes, default=0) * width
+def _scratch_rule(dry: DryRun) -> tuple[int, int] | None:
+    """(least bytes, bytes per token of a loss chunk) of the scratch buffer, from its size for two chunks."""
+    small, large, larger = (make_scratch(dry.built, chunk) for chunk in (0, 1 << 30, 1 << 31))
+    if small is None or large is None or larger is None:
+        return None
+    per_token = (larger.buffer.numel() - large.buffer.numel()) >> 30
+    return small.buffer.numel(), per_token
 
 
-def _device_tensors(built: Built) -> list[tuple[str, torch.Tensor]]:
-    """Everything a built model holds on its device, by name."""
-    tensors = [*built.model.named_parameters(), *built.model.named_buffers()]
-    for name, linear in built.linears.items():
-        assert linear.packed is not None
-        tensors += [(f"{name}.{key}", t) for key, t in linear.packed.tensors.items()]
-    for experts in built.experts:
-        for name, packed in experts.packed.items():
-            tensors += [(f"{experts.prefix}.{name}.{key}", t) for key, t in packed.tensors.items()]
-    if built.context.scratch is not None:
-        tensors.append(("scratch", built.context.scratch.buffer))
-    return tensors
+def events_of(follower: Follower, prefix: str, evaluation: bool = False) -> list[Event]:
+    """A followed run as events, nothing added up: what a script's splice of a few layers must equal."""
+    return _as_events((follower, cut(follower, evaluation)), prefix)
+
+
+def _as_events(run: Run, prefix: str) -> list[Event]:
+    follower, parts = run
+    cutter = Cutter(follower, parts)
+    found = []
+    for part in parts:
+        layer = part.index if part.in_layer else -1
+        name = "tail" if part.name == "chunk" else part.name
+        for event in part.events:
+            block = follower.blocks[abs(event) - 1]
+            owner, what = cutter.described(block, layer_of(block.name, prefix)[1])
+            label = f"{what} {'x'.join(map(str, block.shape)) or 'scalar'} {block.dtype}"
+            num_bytes = block.num_bytes if event > 0 else -block.num_bytes
+            found.append(Event(block.number, num_bytes, owner, label, name, layer))
+    return found
+
+
+def _sizes(events: list[Event]) -> list[int]:
+    return [event.num_bytes for event in events if event.part != "load"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fitune.memory.constants import overheads
 from fitune.plan import Plan, Reason
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.units import format_bytes
@@ -62,7 +61,7 @@ def _base(context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate
     exact = plan.base_format not in QUANTISED_FORMATS
     if rejected:
         other, least = rejected[-1]
-        workspace = overheads(context.target.device, context.target.compute_capability).workspace_bytes
+        workspace = context.target.overheads.workspace_bytes
         why = (
             f"{other.base_format} needs at least {format_bytes(least.peak_bytes + workspace)} and tensors have "
             f"{format_bytes(max(context.limit_bytes + workspace, 0))} of {format_bytes(context.target.budget_bytes)}"

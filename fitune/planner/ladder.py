@@ -7,9 +7,10 @@ GPUs are rungs to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import Peaks, StepTerms, peaks
 
 TermsOf = Callable[[int, int, int], StepTerms]
@@ -129,27 +130,29 @@ class Search:
 
     def _fit(self, rows: int, tokens: int, limit_bytes: int) -> Candidate | None:
         """The fewest recomputed layers with which every phase stays within the limit."""
-        options = (self._candidate(rows, layers, tokens) for layers in self._layers(rows, tokens))
-        return next((option for option in options if option.peak_bytes <= limit_bytes), None)
+        needs = self._needs(rows, tokens)
+        fewest = next((layers for layers, need in needs.items() if need <= limit_bytes), None)
+        return None if fewest is None else self._candidate(rows, fewest, tokens)
 
     def _least(self, rows: int, tokens: int, *, alone: bool = False) -> Candidate:
         """With the lowest peak. Most often everything is recomputed then, but not always: to recompute the layer at
         whose backward pass the peak is saves nothing, and its input is held beside it."""
-        options = [self._candidate(rows, layers, tokens, alone=alone) for layers in self._layers(rows, tokens)]
-        return min(reversed(options), key=lambda c: c.peak_bytes)
+        needs = self._needs(rows, tokens, alone=alone)
+        return self._candidate(rows, min(reversed(needs), key=needs.__getitem__), tokens, alone=alone)
 
-    def _layers(self, rows: int, tokens: int) -> Sequence[int]:
-        """Numbers of recomputed layers to try, the cheapest first."""
-        return [self.recompute] if self.recompute is not None else range(len(self._kinds(rows, tokens)) + 1)
+    def _needs(self, rows: int, tokens: int, *, alone: bool = False) -> dict[int, int]:
+        """Numbers of recomputed layers to try, the cheapest first, to the highest of all phases' peaks."""
+        needs = highest_peaks(self.terms_of(rows, self.width, tokens), self._accumulates(rows, alone))
+        return dict(enumerate(needs)) if self.recompute is None else {self.recompute: needs[self.recompute]}
+
+    def _accumulates(self, rows: int, alone: bool) -> bool:
+        return rows < self.num_rows and not alone
 
     def _candidate(self, rows: int, layers: int, tokens: int, *, alone: bool = False) -> Candidate:
         """`alone`: as if these rows were the whole step, so that nothing accumulates."""
         terms = self.terms_of(rows, self.width, tokens)
-        reached = peaks(terms, layers, accumulates=rows < self.num_rows and not alone)
+        reached = peaks(terms, layers, accumulates=self._accumulates(rows, alone))
         return Candidate(rows, layers, tokens, reached, relative_cost(rows, self.width, layers, len(terms.kinds)))
-
-    def _kinds(self, rows: int, tokens: int) -> tuple[str, ...]:
-        return self.terms_of(rows, self.width, tokens).kinds
 
     def _chunks(self) -> list[int]:
         return [self.chunk] if self.fixed_chunk or self.chunk <= SMALLEST_CHUNK else [self.chunk, SMALLEST_CHUNK]

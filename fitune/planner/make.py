@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
-from fitune.memory.constants import HEADROOM, overheads
+from fitune.memory import known, shipped
+from fitune.memory.constants import HEADROOM
+from fitune.memory.variant import variant_of
 from fitune.plan import Adapter, Plan, Reason
 from fitune.planner import explain, ladder, nofit, positions
 from fitune.planner.result import PlanResult, predicted_dict
@@ -16,7 +19,6 @@ from fitune.units import format_bytes, from_gib
 
 if TYPE_CHECKING:
     from fitune.hardware import Machine
-    from fitune.memory.trace import Tracer
 
 PACKING_GAIN = 1.1  # packing is chosen when padding would cost at least this factor in tokens
 DEFAULT_LR = {"full": 2e-5, "lora": 2e-4}
@@ -29,6 +31,7 @@ class DataFacts:
     longest_tokens: int
     packing_gain: float
     most_step_tokens: int  # tokens of the largest step: a bound on what packed rows can hold together
+    total_tokens: int | None = None  # of all records
 
 
 @dataclass
@@ -37,27 +40,23 @@ class PlanContext:
 
     recipe: Recipe
     target: Target
-    config: Any  # transformers configuration of the text model
+    config: Any  # configuration of the text model: transformers' own, or a catalog model's plain values
     seq_len: int  # the recipe's, within the positions the model has
     data: DataFacts | None = None
     notes: list[str] = field(default_factory=list)
-    tracers: dict[tuple[Any, ...], Tracer] = field(default_factory=dict)
+    tracers: dict[tuple[int, str, str], Any] = field(default_factory=dict)
 
     @property
     def limit_bytes(self) -> int:
         """What tensors and workspaces may take: the budget less headroom and what lies outside torch's allocator."""
-        extra = overheads(self.target.device, self.target.compute_capability)
+        extra = self.target.overheads
         return int(self.target.budget_bytes * (1 - HEADROOM)) - extra.context_bytes - extra.workspace_bytes
 
-    def tracer(self, plan: Plan) -> Tracer:
-        from fitune.memory.trace import Tracer
-
-        key = (
-            id(self.config), plan.method, plan.base_format, plan.double_quant, plan.adapter, plan.device,
-            plan.precision, plan.embedding_place, plan.attention, plan.optimizer,
-        )  # fmt: skip
+    def tracer(self, plan: Plan) -> Any:
+        """What gives the memory terms of a plan's variant (see `memory.known.tracer_for`), made once."""
+        key = id(self.config), variant_of(plan), plan.optimizer
         if key not in self.tracers:
-            self.tracers[key] = Tracer(self.config, plan)
+            self.tracers[key] = known.tracer_for(self.config, plan)
         return self.tracers[key]
 
 
@@ -66,13 +65,19 @@ Tried = list[tuple[Plan, ladder.Candidate]]
 
 
 def make_plan(
-    recipe: Recipe, machine: Machine | None = None, *, config: Any = None, data: DataFacts | None = None
+    recipe: Recipe,
+    machine: Machine | None = None,
+    *,
+    config: Any = None,
+    data: DataFacts | None = None,
+    detailed: bool = False,
 ) -> PlanResult:
     """The plan for a recipe on a machine (this one, or the cards of `--gpu`).
 
     Args:
         config: the model's configuration when it is known already; otherwise it is looked up by name, without weights.
         data: lengths of the data when it has been read.
+        detailed: also predict every phase of the chosen plan, event for event, with whose the bytes are.
 
     Raises:
         UserError: unknown model or card, contradictory or impossible settings.
@@ -92,9 +97,15 @@ def make_plan(
     context = PlanContext(recipe, target, config, seq_len, data, notes)
     draft, found, tried = choose(context, base_formats(context))
     if found:
-        return _result(context, draft, found[0], [(draft, c) for c in found[1:]], tried, fits=True)
-    draft, least = min(tried, key=lambda pair: pair[1].peak_bytes)
-    return _result(context, draft, least, [], [pair for pair in tried if pair[0] is not draft], fits=False)
+        result = _result(context, draft, found[0], [(draft, c) for c in found[1:]], tried, fits=True)
+    else:
+        draft, least = min(tried, key=lambda pair: pair[1].peak_bytes)
+        result = _result(context, draft, least, [], [pair for pair in tried if pair[0] is not draft], fits=False)
+    if not detailed:
+        return result
+    from fitune.planner.predict import with_phases  # which makes plans itself
+
+    return with_phases(context, result)
 
 
 def choose(context: PlanContext, formats: list[str]) -> tuple[Plan, list[ladder.Candidate], Tried]:
@@ -115,7 +126,7 @@ def _budget_note(target: Target) -> list[str]:
     """What of a card's memory is not for tensors; the sizes a plan shows are tensors and library workspaces."""
     if target.device != "cuda":
         return []
-    extra = overheads(target.device, target.compute_capability)
+    extra = target.overheads
     return [
         f"besides what is shown the driver's context takes about {format_bytes(extra.context_bytes)} ({extra.source}), "
         f"and {HEADROOM:.0%} of the budget stay free for the allocator"
@@ -141,12 +152,32 @@ def find_machine(recipe: Recipe, notes: list[str]) -> Machine:
 
 def config_of(recipe: Recipe, notes: list[str]) -> Any:
     """The configuration of the recipe's model, found without its weights."""
+    found = _of_catalog(recipe, notes)
+    if found is not None:
+        return found
     from fitune.model.build import with_rope_scaling
     from fitune.model.source import resolve
 
     source = resolve(recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=False)
     notes += source.notes
     return with_rope_scaling(source.config, recipe.rope_scaling)
+
+
+def _of_catalog(recipe: Recipe, notes: list[str]) -> shipped.CatalogConfig | None:
+    """What `resolve` would find in the catalog, without importing transformers; None for everything else."""
+    from fitune.model import source
+
+    name = recipe.model.strip()
+    is_random = name.startswith(source.RANDOM)
+    inner = name.removeprefix(source.RANDOM).strip()
+    path = Path(inner).expanduser()
+    if recipe.rope_scaling or path.suffix.lower() == ".gguf" or path.exists():
+        return None
+    found = shipped.catalog_config(inner)
+    if found is not None:
+        notes += [found.shape.training_note] if found.shape.training_note else []
+        notes += [source.random_note(seed=0)] if is_random else []
+    return found
 
 
 def base_formats(context: PlanContext) -> list[str]:
@@ -169,8 +200,6 @@ def auto_precision(target: Target) -> str:
 
 def _draft(context: PlanContext, base_format: str) -> Plan:
     """Everything but micro-batch, recomputation and chunk."""
-    from fitune.engine.optimizers import require_device
-
     recipe, target = context.recipe, context.target
     method = "full" if recipe.method == "full" else "lora"
     precision = wide_format(context)
@@ -209,7 +238,7 @@ def _draft(context: PlanContext, base_format: str) -> Plan:
             "use --no-packing",
         )
     optimizer = "adamw" if recipe.optimizer == "auto" else recipe.optimizer
-    require_device(optimizer, target.device)
+    _check_optimizer(optimizer, target.device)
     tied = bool(getattr(context.config, "tie_word_embeddings", False))
     host_embedding = target.device == "cuda" and method == "lora" and not tied
     return Plan(
@@ -243,21 +272,23 @@ def _draft(context: PlanContext, base_format: str) -> Plan:
     )
 
 
+def _check_optimizer(optimizer: str, device: str) -> None:
+    """Raises UserError when this optimizer does not run on this kind of device. Only paged state can be such a one
+    (a test holds this to the engine, which needs torch)."""
+    if optimizer.startswith("paged_") and device != "cuda":
+        from fitune.engine.optimizers import require_device
+
+        require_device(optimizer, device)
+
+
 def attention_kernel(context: PlanContext, precision: str) -> tuple[str, bool]:
     """(kernel, whether packed rows are possible)."""
-    from transformers import AutoModelForCausalLM
-
-    from fitune.model.attention import uses_interface
-    from fitune.model.build import RECURRENT_LAYERS
-
-    config = context.config
-    recurrent = any(kind in RECURRENT_LAYERS for kind in getattr(config, "layer_types", None) or ())
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if model_class is None or not uses_interface(model_class):
+    uses_interface, can_pack = known.abilities(context.config)
+    if not uses_interface:
         return "native", False
     if context.target.device == "cpu":
-        return "cpu", not recurrent
-    return ("flash" if context.target.flash and precision in ("bf16", "fp16") else "efficient"), not recurrent
+        return "cpu", can_pack
+    return ("flash" if context.target.flash and precision in ("bf16", "fp16") else "efficient"), can_pack
 
 
 def search(context: PlanContext, draft: Plan) -> ladder.Search:
@@ -299,7 +330,7 @@ def num_rows(context: PlanContext, draft: Plan) -> int:
 
 
 def _finished(context: PlanContext, draft: Plan, chosen: ladder.Candidate) -> Plan:
-    extra = overheads(context.target.device, context.target.compute_capability)
+    extra = context.target.overheads
     return draft.with_(
         micro_batch=chosen.micro_batch,
         recompute_layers=chosen.recompute_layers,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
-from fitune.memory.constants import HEADROOM, overheads
+from fitune.memory.constants import HEADROOM, Overheads
 from fitune.plan import Plan
 from fitune.planner import ladder, positions
 from fitune.units import format_bytes, from_gib
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 LENGTH_STEP = 128
 MOST_LENGTHS = 32  # lengths that the search for a shorter one tells apart: at most 6 plans
 OLDEST_CAPABILITY = (7, 5)  # CUDA 13, which torch is built with, runs on Turing and newer
+# Optimizers with less state than AdamW's two fp32 moments, in the order they are offered, and what to know of each.
+LIGHT_OPTIMIZERS = {
+    "adamw8bit": "AdamW with 8-bit state (approximate)",
+    "paged_adamw": "AdamW whose state is paged out to RAM (slower)",
+    "paged_adamw8bit": "AdamW with 8-bit state, paged out to RAM (approximate, slower)",
+    "adafactor": "Adafactor, whose second moment is factored (another optimizer)",
+    "sgd": "plain SGD, which keeps no state (another optimizer: --lr must be much higher)",
+}
 NOT_FREED = {"micro_batch": None, "recompute": "auto", "loss_chunk": None}
 
 Offer = dict[str, Any]
@@ -32,7 +40,10 @@ def nearest_fits(context: PlanContext, draft: Plan, least: ladder.Candidate) -> 
     Args:
         draft, least: the format with the smallest need, and its smallest candidate.
     """
-    found = [_freed(context, draft), _cap(context, draft, least), _quantised(context), _shorter(context, draft)]
+    found = [
+        _freed(context, draft), _cap(context, draft, least), _quantised(context), _optimizer(context, draft, least),
+        _shorter(context, draft),
+    ]  # fmt: skip
     if found[1] is None:
         found.append(_card(context, draft, least))
     found.append(_smaller_model(context, draft, least))
@@ -93,6 +104,25 @@ def _quantised(context: PlanContext) -> Offer | None:
     return _offer("QLoRA: a frozen nf4 base (approximate)", setting, found) if found else None
 
 
+def _optimizer(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | None:
+    """The first of the lighter optimizers with which the job fits."""
+    if context.recipe.optimizer not in ("auto", "adamw"):
+        return None
+    from fitune.planner import make
+
+    terms = context.tracer(draft).terms(least.micro_batch, make.row_width(context, draft), least.loss_chunk)
+    state_bytes = terms.other_state_bytes + sum(terms.layers[kind].state_bytes for kind in terms.kinds)
+    if least.peak_bytes - state_bytes > context.limit_bytes:
+        return None  # not even without any state
+    for name, what in LIGHT_OPTIMIZERS.items():
+        if name.startswith("paged_") and context.target.device != "cuda":
+            continue
+        found = fits_with(context, {"optimizer": name}, base_format=draft.base_format)
+        if found is not None:
+            return _offer(f"another optimizer: {what}", {"optimizer": name}, found)
+    return None
+
+
 def _shorter(context: PlanContext, draft: Plan) -> Offer | None:
     """The longest sequence that fits, to a multiple of 128 (of long ones, to about a thirtieth)."""
     longest = draft.seq_len if context.data is None else min(draft.seq_len, context.data.longest_tokens)
@@ -116,7 +146,7 @@ def _cap(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | 
     target = context.target
     if target.budget_reason not in ("--vram", "--ram"):
         return None
-    size = -(-_budget_for(least.peak_bytes, target.device, target.compute_capability) * 10 // from_gib(1)) / 10
+    size = -(-_budget_for(least.peak_bytes, target.overheads) * 10 // from_gib(1)) / 10
     if from_gib(size) > target.room_bytes:
         return None
     name = target.budget_reason.removeprefix("--")
@@ -125,9 +155,8 @@ def _cap(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | 
     return _offer(f"a higher limit: --{name} {size:g}", {name: size}, found) if found else None
 
 
-def _budget_for(tensor_bytes: int, device: str, capability: tuple[int, int] | None) -> int:
+def _budget_for(tensor_bytes: int, extra: Overheads) -> int:
     """The budget in which so many bytes of tensors fit (see `PlanContext.limit_bytes`)."""
-    extra = overheads(device, capability)
     return int((tensor_bytes + extra.context_bytes + extra.workspace_bytes) / (1 - HEADROOM)) + 1
 
 
@@ -147,7 +176,7 @@ def _card(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer |
     for gpu in sorted(larger, key=lambda g: (_built_in(g), g.usable_bytes, g.launch_price_usd or 1e9)):
         setting = {"gpu": gpu.id, **away}
         target = choose_target(context.recipe.with_(**setting), hardware.virtual(gpu))
-        if target.budget_bytes < _budget_for(least.peak_bytes, "cuda", target.compute_capability):
+        if target.budget_bytes < _budget_for(least.peak_bytes, target.overheads):
             continue
         if fits_with(context, setting, target=target, base_format=_same_format(context, draft)) is not None:
             return _offer(f"a card with more memory: {gpu.name} ({format_bytes(gpu.usable_bytes)})", setting, least)

@@ -2,22 +2,85 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 from fitune.plan import Plan
 from fitune.planner.ladder import SMALLEST_CHUNK
 
+Change = tuple[dict[str, Any], str]
 
-def next_notch(plan: Plan, fixed: frozenset[str] = frozenset()) -> tuple[Plan, str] | None:
-    """A plan that needs less device memory, and what changed in words; None when no exact notch is left.
 
-    In order: half the micro-batch (the rest is accumulated), then all layers recompute, then a smaller loss chunk. None
-    of them changes which records make a step, their order or the loss but for rounding. What the person `fixed` stays.
+def next_notch(
+    plan: Plan, fixed: frozenset[str] = frozenset(), *, where: str = "device", phase: str = "step"
+) -> tuple[Plan, str] | None:
+    """A plan that needs less of the memory that ran out, and what changed in words; None when no exact notch is left.
+
+    Device memory, in order: half the micro-batch (the rest is accumulated), half of the layers that keep their
+    activations recompute, then all; layer inputs move to host RAM; a smaller loss chunk; frozen weights stream. Pinned
+    memory: pageable instead. Host memory: layer inputs stay on the device; on the CPU the device's notches. None of
+    them changes which records make a step, their order or the loss but for rounding. Approximate changes (a quantised
+    base, 8-bit optimizer state) are never taken here.
+
+    Args:
+        fixed: settings that the person gave: they stay.
+        where: ``device``, ``pinned`` or ``host``.
+        phase: ``step``; ``eval`` leaves out what only the backward pass needs, ``load`` all but where weights lie.
     """
-    if "micro_batch" not in fixed and plan.micro_batch > 1:
-        half = -(-plan.micro_batch // 2)
-        return plan.with_(micro_batch=half), f"micro-batch {plan.micro_batch} -> {half}"
-    if "recompute" not in fixed and plan.recompute_layers < plan.num_layers:
-        change = f"recomputed layers {plan.recompute_layers} -> {plan.num_layers}"
-        return plan.with_(recompute_layers=plan.num_layers), change
-    if "loss_chunk" not in fixed and plan.loss_chunk > SMALLEST_CHUNK:
-        return plan.with_(loss_chunk=SMALLEST_CHUNK), f"loss chunk {plan.loss_chunk} -> {SMALLEST_CHUNK} tokens"
+    if where == "device" or (where == "host" and plan.device == "cpu"):
+        changes = _device_changes(plan, phase)
+    else:
+        changes = _host_changes(plan, where)
+    for values, words in changes:
+        if not fixed.intersection(_SETTINGS.get(name, name) for name in values):
+            return plan.with_(**values), words
     return None
+
+
+_SETTINGS = {"recompute_layers": "recompute"}  # a plan's field where the recipe has another name
+
+
+def _device_changes(plan: Plan, phase: str) -> Iterator[Change]:
+    if phase != "load" and plan.micro_batch > 1:
+        half = -(-plan.micro_batch // 2)
+        yield {"micro_batch": half}, f"micro-batch {plan.micro_batch} -> {half}"
+    if phase == "step" and plan.recompute_layers < plan.num_layers:
+        half = -(-plan.num_layers // 2)
+        more = half if plan.recompute_layers < half else plan.num_layers
+        yield {"recompute_layers": more}, f"recomputed layers {plan.recompute_layers} -> {more}"
+    on_gpu = plan.device != "cpu"
+    if phase == "step" and on_gpu and _value(plan, "offload_inputs") is False:
+        yield {"offload_inputs": True}, "inputs of recomputed layers kept in host RAM"
+    if phase != "load" and plan.loss_chunk > SMALLEST_CHUNK:
+        yield {"loss_chunk": SMALLEST_CHUNK}, f"loss chunk {plan.loss_chunk} -> {SMALLEST_CHUNK} tokens"
+    if on_gpu and plan.method == "lora" and _value(plan, "stream_from") is not None:
+        yield from _stream_more(plan)
+
+
+def _stream_more(plan: Plan) -> Iterator[Change]:
+    """Frozen weights leave the device: half of the layers, all, then the head."""
+    streams = plan.stream_from != "none" and plan.resident_layers is not None
+    resident = plan.resident_layers if streams and plan.resident_layers is not None else plan.num_layers
+    source = plan.stream_from if streams else "pinned"
+    if resident > 0:
+        fewer = plan.num_layers // 2 if resident > plan.num_layers // 2 else 0
+        words = f"frozen layers on the GPU {resident} -> {fewer}, the others stream from host RAM"
+        yield {"stream_from": source, "resident_layers": fewer}, words
+    elif plan.head_place == "device":
+        yield {"head_place": "host"}, "the output head streams from host RAM"
+
+
+def _host_changes(plan: Plan, where: str) -> Iterator[Change]:
+    source = _value(plan, "stream_from")
+    if source == "pinned":
+        yield {"stream_from": "pageable"}, "frozen weights in pageable instead of pinned RAM"
+    if _value(plan, "offload_inputs") is True:
+        yield {"offload_inputs": False}, "inputs of recomputed layers stay on the GPU"
+    if where == "host" and source == "pageable":
+        yield {"stream_from": "disk"}, "frozen weights are read from disk"
+
+
+def _value(plan: Plan, name: str) -> Any:
+    """A field that plans of some versions do not have."""
+    return getattr(plan, name) if name in {f.name for f in dataclasses.fields(plan)} else None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from fitune.errors import UserError
-from fitune.hardware import Device, Machine
+from fitune.hardware import Device, Machine, torch_build
+from fitune.hardware.calibration import Calibration, for_planning
+from fitune.memory.constants import Overheads, overheads
 from fitune.recipe import Recipe
 from fitune.units import format_bytes, from_gib
 
 RAM_SHARE = 0.9
 """Share of the available RAM that a run on the CPU may plan with; the rest is for Python, the data and the system."""
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Target:
         room_bytes: what the budget would be without a cap (`--vram`, `--ram`).
         card_bytes: all that the card has; None on the CPU.
         index: the GPU's number; None on the CPU.
+        calibration: what was measured on this machine's own card or processor; None for cards one does not have.
     """
 
     device: str  # cpu | cuda
@@ -35,6 +41,13 @@ class Target:
     room_bytes: int = 0
     card_bytes: int | None = None
     index: int | None = None
+    calibration: Calibration | None = None
+
+    @property
+    def overheads(self) -> Overheads:
+        """What a process holds there besides tensors."""
+        own = self.calibration.memory if self.calibration is not None else None
+        return overheads(self.device, self.compute_capability, own)
 
 
 def choose_target(recipe: Recipe, machine: Machine) -> Target:
@@ -85,10 +98,19 @@ def _on_card(recipe: Recipe, device: Device, virtual: bool, notes: list[str]) ->
             notes.append(f"--vram {recipe.vram:g} changes nothing: {device.name} has only {format_bytes(room)}{has}")
     if recipe.ram is not None:
         notes.append("--ram is not taken into account on a GPU: this version plans the GPU's memory only")
+    own = None if virtual else _calibration(device, notes)
     return Target(
         "cuda", device.name, budget, reason, _capability(device), device.bf16, device.flash_attention, tuple(notes),
-        room_bytes=room, card_bytes=device.usable_bytes, index=device.index,
+        room_bytes=room, card_bytes=device.usable_bytes, index=device.index, calibration=own,
     )  # fmt: skip
+
+
+def _calibration(device: Device | None, notes: list[str]) -> Calibration | None:
+    """What `fitune calibrate` stored for this machine's own device; a sentence where it is stale or damaged."""
+    found, note = for_planning(device, torch_build().version)
+    if note is not None:
+        notes.append(note)
+    return found
 
 
 def _by_index(wanted: str, machine: Machine) -> Device:
@@ -116,12 +138,23 @@ def _cpu(recipe: Recipe, machine: Machine) -> Target:
             budget, reason = asked, "--ram"
         elif asked > room:
             notes.append(f"--ram {recipe.ram:g} changes nothing: {format_bytes(room)} are {reason}")
-    return Target("cpu", "CPU", budget, reason, None, processor_has_bf16(), False, tuple(notes), room_bytes=room)
+    own = _calibration(None, notes)
+    return Target(
+        "cpu", "CPU", budget, reason, None, processor_has_bf16(), False, tuple(notes), room_bytes=room, calibration=own
+    )
 
 
 def processor_has_bf16() -> bool:
     """Whether this processor multiplies bf16 matrices in hardware (AVX512-BF16 or AMX), where bf16 is about twice as
-    fast as fp32; elsewhere it is slower."""
+    fast as fp32; elsewhere it is slower. Linux lists what its processors can do (importing torch, which knows it on
+    every system, takes a second)."""
+    try:
+        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    listed = re.search(r"^(?:flags|Features)\s*:(.*)$", text, flags=re.MULTILINE)
+    if listed is not None:
+        return not {"avx512_bf16", "amx_tile"}.isdisjoint(listed[1].split())
     import torch
 
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

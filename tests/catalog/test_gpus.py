@@ -78,6 +78,11 @@ def test_a_size_of_another_card_of_the_family_is_said():
     ("name", "what", "part"),
     [
         ("rtx3085", "unknown GPU 'rtx3085'", "nearest names: GeForce RTX 3080 10GB"),
+        (
+            "banana",
+            "unknown GPU 'banana'",
+            "no card of that name, nor one like it\n  fix: `fitune gpus` lists all of them",
+        ),
         ("gtx 1080 ti", "unknown GPU 'gtx 1080 ti'", "`fitune gpus` lists all of them"),
         ("rtx4090 48GB", "unknown GPU 'rtx4090 48GB'", "GeForce RTX 4090 with 24 GB, not with 48 GB"),
         ("NVIDIA", "the GPU's name is empty", "name a card, for example rtx3090"),

@@ -47,7 +47,14 @@ def test_does_not_guess(name):
 def test_nearest_names_the_likely_models():
     assert "Qwen/Qwen2.5-7B" in models.nearest("qwen-2.5-8b")
     assert models.nearest("meta-llama/Llama-3-8B", 2)[0] == "meta-llama/Llama-3.1-8B"
-    assert len(models.nearest("zzz", 5)) == 5
+    assert len(models.nearest("qwen", 2)) == 2
+
+
+def test_nothing_is_suggested_for_a_name_that_is_like_none():
+    assert models.nearest("zzz", 5) == models.nearest("foo/bar") == []
+    assert models.hint("lama-3.1-8b").startswith("the nearest names: meta-llama/Llama-3.1-8B, ")
+    assert models.hint("zzz") == "names the catalog knows are like smollm2, Qwen/Qwen3-8B, meta-llama/Llama-3.1-8B"
+    assert all(models.find(name) for name in models.EXAMPLES)
 
 
 def test_every_id_and_alias_finds_its_row_and_names_its_source():

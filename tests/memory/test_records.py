@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -80,3 +81,52 @@ def test_records_hold_what_the_contract_asks():
         }  # fmt: skip
         if record["cap_bytes"] is not None:
             assert record["measured"]["device_bytes"] <= record["cap_bytes"]
+
+
+# -- what must be found ----------------------------------------------------------------------------------------------
+
+
+def record_named(name: str) -> dict:
+    return next(record for record in ALL if record["name"] == name)
+
+
+def step_error(name: str) -> float:
+    record = record_named(name)
+    measured = record["measured"]["phases"]["step"]["peak_allocated_bytes"]
+    return predict(record)["phases"]["step"]["peak_allocated_bytes"] / measured - 1
+
+
+NF4, KEPT = "8b-nf4-4x512", "8b-bf16-4x512-keep"
+
+
+@pytest.mark.skipif(not {NF4, KEPT} <= {record["name"] for record in ALL}, reason="these records are not there")
+class TestWhatBreaksThePrediction:
+    """A wrong constant, a missing term, an op whose meta implementation allocates less than the GPU's: each is seen."""
+
+    def test_nothing_is_broken(self):
+        assert abs(step_error(NF4)) <= TOLERANCE
+
+    def test_a_wrong_constant(self, monkeypatch):
+        real = overheads("cuda", (9, 0))
+        wrong = dataclasses.replace(real, workspace_bytes=real.workspace_bytes // 2)
+        monkeypatch.setitem(globals(), "overheads", lambda *device: wrong)
+        assert step_error(NF4) < -TOLERANCE
+
+    def test_a_missing_term(self, monkeypatch):
+        """A gated MLP that is said to save one of its two inputs."""
+        from fitune.model import fused
+
+        def saves_less(ctx, gate, up, activation):
+            ctx.save_for_backward(gate, gate)
+            ctx.activation = activation
+            return fused._activate(gate, activation).mul_(up)
+
+        monkeypatch.setattr(fused._Gated, "forward", staticmethod(saves_less))
+        assert step_error(KEPT) < -TOLERANCE
+
+    def test_an_op_without_a_faithful_meta_implementation(self, monkeypatch):
+        """An activation that is said to need no memory for its result."""
+        from fitune.model import fused
+
+        monkeypatch.setattr(fused, "_activate", lambda gate, activation: gate.view(gate.shape))
+        assert step_error(NF4) < -TOLERANCE

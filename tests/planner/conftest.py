@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from fitune.memory.variant import variant_of
+
 
 @pytest.fixture(autouse=True, scope="session")
-def shared_traces():
+def shared_traces(tmp_path_factory):
     from fitune.memory import trace
 
     made = {}
     real = trace.Tracer
 
     def remembered(config, plan):
-        fixed = ("method", "base_format", "double_quant", "adapter", "device", "precision", "attention", "optimizer",
-                 "embedding_place")  # fmt: skip
-        key = (id(config), *(getattr(plan, name) for name in fixed))
+        key = id(config), variant_of(plan), plan.optimizer
         if key not in made:
             made[key] = (real(config, plan), config)  # the configuration is kept, so that its id stays its own
         return made[key][0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "Tracer", remembered)
+        patch.setenv("FITUNE_CACHE", str(tmp_path_factory.mktemp("cache")))  # not the person's own
         yield

@@ -41,7 +41,7 @@ def search(terms_of, **changes):
 
 def everything(made):
     """Every candidate there is, by brute force."""
-    num_layers = len(made._kinds(1, made.chunk))
+    num_layers = len(made.terms_of(1, made.width, made.chunk).kinds)
     rows = [made.micro_batch] if made.micro_batch else micro_batches(made.num_rows)
     layers = [made.recompute] if made.recompute is not None else range(num_layers + 1)
     return [made._candidate(r, n, c) for r in rows for n in layers for c in made._chunks()]

@@ -164,3 +164,23 @@ def test_the_plan_that_does_not_fit_is_the_smallest_there_is():
 def test_no_card_is_offered_to_the_processor():
     result = make_plan(recipe(devices="cpu", ram=0.05, method="lora", precision="fp32"), machine(), config=config())
     assert not result.fits and "gpu" not in kinds(result.nearest_fits)
+
+
+@pytest.mark.parametrize(("spared_by", "offered"), [("adamw8bit", "adamw8bit"), ("paged_adamw", "paged_adamw")])
+def test_the_first_lighter_optimizer_that_fits_is_offered(spared_by, offered):
+    """Between what one optimizer needs and what the one before it needs."""
+    needed = peak(plan(1, method="full", optimizer=spared_by))
+    entries = offers(needed / MIB, method="full")
+    (entry,) = [e for e in entries if "optimizer" in e["setting"]]
+    assert entry["setting"] == {"optimizer": offered} and entry["needs_bytes"] <= needed
+    assert entry["change"].startswith("another optimizer: AdamW ")
+
+
+def test_sgd_is_offered_last_and_nothing_where_state_is_not_the_cause():
+    needed = min(peak(plan(1, method="full", optimizer=name)) for name in ("sgd", "paged_adamw", "paged_adamw8bit"))
+    assert "optimizer" not in kinds(offers((needed - 1) / MIB, method="full"))
+    assert "optimizer" not in kinds(offers(300, method="full", optimizer="sgd")), "it is the person's choice"
+    on_cpu = dict(devices="cpu", ram=0.31, method="full", precision="fp32")
+    entries = make_plan(recipe(**on_cpu), machine(), config=config()).nearest_fits
+    found = [e["setting"]["optimizer"] for e in entries if "optimizer" in e["setting"]]
+    assert found and not found[0].startswith("paged_")

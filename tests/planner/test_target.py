@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fitune.errors import UserError
+from fitune.planner import target as target_module
 from fitune.planner.target import RAM_SHARE, choose_target
 from tests.planner.case import GIB, TURING, card, machine, recipe
 
@@ -125,3 +126,20 @@ def test_what_an_older_card_cannot_do():
 def test_a_card_without_a_compute_capability():
     target = choose_target(recipe(), machine(card(vendor="AMD", compute_capability="gfx942")))
     assert target.compute_capability is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "has"),
+    [("fpu avx512f avx512_bf16", True), ("fpu amx_tile amx_bf16", True), ("fpu avx2 avx512f", False)],
+)
+def test_what_linux_lists_of_the_processor(listed, has, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: A bf16 CPU\nflags\t\t: {listed}\nbugs\t: none\n")
+    monkeypatch.setattr(target_module, "CPU_INFO", tmp_path / "cpuinfo")
+    assert target_module.processor_has_bf16() is has
+
+
+def test_elsewhere_torch_knows_the_processor(tmp_path, monkeypatch):
+    """And says the same of this one."""
+    here = target_module.processor_has_bf16()
+    monkeypatch.setattr(target_module, "CPU_INFO", tmp_path / "none")
+    assert target_module.processor_has_bf16() is here

@@ -12,7 +12,7 @@ from fitune.cli.output import console, json_option, print_json
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_DONE
 
 # Settings that change nothing in a plan: where a run writes, and how often.
-NOT_PLANNED = ("log_to", "out", "save_every", "eval_every", "keep_checkpoints")
+NOT_PLANNED = ("log_to", "out", "save_every", "eval_every", "keep_checkpoints", "on_nan")
 
 
 @click.command("plan", cls=SettingsCommand)

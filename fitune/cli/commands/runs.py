@@ -49,3 +49,6 @@ def _show(infos: list[Any]) -> None:
         )  # fmt: skip
         table.add_row(*(Text(cell) for cell in cells))
     console().print(table)
+    for info in infos:
+        if info.recovered:
+            console().print(Text(f"{info.name}: {info.recovered}"), soft_wrap=True)

@@ -1,0 +1,320 @@
+"""Record every allocation of a training step on this GPU, and compare it with what the step on `meta` says.
+
+    python benchmarks/record_events.py                       # all cases
+    python benchmarks/record_events.py --cases CASE ...      # some
+    python benchmarks/record_events.py --out benchmarks/results/events-NAME.json.gz --frames
+
+Models have a few layers of true widths and random weights; every case runs in its own forked process. A step before it
+has loaded the kernels and made cuBLAS's workspaces. The file holds, per part of the step, what torch's allocator was
+asked for and given back, in order, and the case itself, so that the comparison can be made again without a GPU
+(`tests/memory/test_cuda_events.py`). With --frames, the Python line of every allocation that differs is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import difflib
+import gzip
+import json
+import multiprocessing
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+LORA = dict(r=16, alpha=32, dropout=0.0, bias="none", targets=("all-linear",))
+MARKER_BYTES = 100_001  # an odd size that no tensor has: its allocation marks the beginning of a part
+# Name: model, layers, rows, columns, loss chunk, recomputed layers, micro-batches, whether the step is a run's first,
+# and what the plan has besides the defaults below.
+CASES: dict[str, tuple[str, int, int, int, int, int, int, bool, dict[str, Any]]] = {
+    "llama-8b-nf4-lora": ("meta-llama/Llama-3.1-8B", 3, 1, 512, 128, 2, 1, False, dict(base_format="nf4")),
+    "llama-8b-nf4-lora-kept": ("meta-llama/Llama-3.1-8B", 3, 2, 300, 256, 0, 2, False, dict(base_format="nf4")),
+    "qwen3-0.6b-lora": ("Qwen/Qwen3-0.6B", 3, 2, 512, 256, 1, 1, False, {}),
+    "qwen3-0.6b-full": ("Qwen/Qwen3-0.6B", 3, 1, 512, 128, 3, 2, False, dict(method="full")),
+    "gemma-2-2b-lora": ("google/gemma-2-2b", 4, 1, 512, 128, 2, 1, False, {}),
+    "gemma-3-1b-lora-int8": ("google/gemma-3-1b-it", 3, 2, 256, 128, 3, 1, False, dict(base_format="int8")),
+    "qwen3-30b-a3b-nf4-lora": ("Qwen/Qwen3-30B-A3B", 2, 1, 256, 128, 2, 1, False, dict(base_format="nf4")),
+    "qwen2.5-7b-first-step-8bit": (
+        "Qwen/Qwen2.5-7B", 2, 1, 256, 256, 2, 1, True, dict(optimizer="adamw8bit", clip=0.0),
+    ),
+    "qwen3-0.6b-first-step": ("Qwen/Qwen3-0.6B", 2, 1, 256, 128, 2, 1, True, {}),
+}  # fmt: skip
+
+
+def plan_of(name: str) -> Any:
+    """The plan of a case."""
+    from fitune.plan import Adapter, Plan
+
+    model, num_layers, rows, columns, chunk, recompute, micro_batches, _, changes = CASES[name]
+    values: dict[str, Any] = dict(
+        model=f"random:{model}", num_layers=num_layers, method="lora", base_format="bf16", double_quant=True,
+        adapter=Adapter(**LORA), device="cuda", device_name="", precision="bf16", loss_scaling=False,
+        embedding_place="device", attention="flash", seq_len=columns, batch=rows * micro_batches, micro_batch=rows,
+        accumulation_order="micro-batch-major", packing=False, recompute_layers=recompute, loss_chunk=chunk,
+        optimizer="adamw", lr=1e-4, schedule="constant", warmup=0.0, weight_decay=0.0, clip=1.0, seed=0,
+        budget_bytes=None,
+    )  # fmt: skip
+    values |= changes
+    if values["method"] == "full":
+        values["adapter"] = None
+    return Plan(**values)
+
+
+def config_of(name: str) -> Any:
+    """The model's configuration with the case's number of layers."""
+    from fitune.model.source import resolve
+
+    config = resolve(CASES[name][0], weights=False).config
+    config.num_hidden_layers = CASES[name][1]
+    for key in ("layer_types", "mlp_layer_types"):
+        if getattr(config, key, None):
+            setattr(config, key, list(getattr(config, key))[: config.num_hidden_layers])
+    return config
+
+
+def predicted(name: str) -> list[tuple[str, int, list[Any]]]:
+    """(part, layer, events) in order, from a trace on `meta` of the case as it is."""
+    from itertools import groupby
+
+    from fitune.memory.dry import DryRun, Rows
+    from fitune.memory.trace import events_of
+
+    _, _, rows, columns, chunk, recompute, micro_batches, first, _ = CASES[name]
+    dry = DryRun(config_of(name), plan_of(name))
+    batches = [Rows(rows, columns)] * micro_batches
+    follower = dry.step(batches, loss_chunk=chunk, recompute_layers=recompute, first_step=first)
+    events = events_of(follower, dry.built.layers_prefix)
+    return [(part, layer, list(found)) for (part, layer), found in groupby(events, lambda e: (e.part, e.layer))]
+
+
+def numbered(parts: list[list[Any]]) -> list[list[tuple[int, int]]]:
+    """Events of each part as (block by order of birth, signed bytes): the same for equal programs, whoever noted it."""
+    order: dict[int, int] = {}
+    found = []
+    for events in parts:
+        made = []
+        for block, num_bytes in events:
+            if num_bytes > 0:
+                order[block] = len(order)
+            made.append((order.get(block, -1), num_bytes))
+        found.append(made)
+    return found
+
+
+def differences(recorded: list[dict[str, Any]], said: list[tuple[str, int, list[Any]]], frames: bool) -> list[str]:
+    """Sentences about what differs; none when both lists are equal, blocks' identities included."""
+    gpu = [[tuple(e) for e in part["events"]] for part in recorded]
+    meta = [[(e.block, e.num_bytes) for e in events] for _, _, events in said]
+    if numbered(gpu) == numbered(meta):
+        return []
+    found = []
+    if len(gpu) != len(meta):
+        names = [(part["part"], part["layer"]) for part in recorded]
+        found.append(f"parts differ: on the GPU {names}, on meta {[(p, layer) for p, layer, _ in said]}")
+    for part, ours, mine in zip(recorded, gpu, said, strict=False):
+        theirs = [(e.block, e.num_bytes) for e in mine[2]]
+        matcher = difflib.SequenceMatcher(None, [n for _, n in ours], [n for _, n in theirs], autojunk=False)
+        for tag, a, b, c, d in matcher.get_opcodes():
+            if tag == "equal":
+                continue
+            where = f"{part['part']} {part['layer']}, event {a} of {len(ours)}"
+            found.append(f"{where}: on the GPU {[n for _, n in ours[a:b]]}, on meta {_said(mine[2][c:d])}")
+            before = _said(mine[2][max(0, c - 3) : c])
+            found.append(f"      after {before}")
+            if frames and part.get("frames"):
+                found += [f"      {ours[i][1]:+} at {part['frames'][i]}" for i in range(a, min(b, a + 8))]
+    return found or ["the same sizes in the same order, but other blocks die"]
+
+
+def _said(events: list[Any]) -> list[str]:
+    return [f"{e.num_bytes:+} {e.label}" for e in events]
+
+
+def record(name: str, frames: bool) -> dict[str, Any]:
+    """Runs a case and notes what the allocator did, per part of the step."""
+    import torch
+
+    from fitune.engine.optimizers import build_optimizer
+    from fitune.memory.dry import Rows
+
+    _, _, rows, columns, _, _, micro_batches, first, _ = CASES[name]
+    engine = _engine(name)
+    batches = [Rows(rows, columns)] * micro_batches
+    steps = 2
+    for step in range(steps):
+        engine.step(batches, step=step, lr=1e-4)
+    if first:
+        plan, parameters = plan_of(name), list(engine.masters.parameters())
+        engine.optimizer = build_optimizer(plan.optimizer, parameters, lr=1e-4, weight_decay=0.0)
+    torch.cuda.synchronize()
+    parts: list[tuple[str, int]] = [("start", -1)]
+
+    def observe(part: str, index: int) -> None:
+        parts.append((part, index))
+        torch.empty(MARKER_BYTES + 2 * (len(parts) - 1), dtype=torch.uint8, device="cuda")
+
+    stacks = dict(context="all" if frames else None, stacks="python")
+    torch.cuda.memory._record_memory_history("all", max_entries=1_000_000, **stacks)
+    engine.step(batches, step=steps, lr=1e-4, observe=observe)
+    torch.cuda.synchronize()
+    trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    torch.cuda.memory._record_memory_history(None)
+    return {**_header(name), "parts": _cut(trace, parts)}
+
+
+def _cut(trace: list[dict[str, Any]], parts: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Allocator's entries as parts of (block, signed bytes requested); -1 for blocks from before."""
+    markers = {MARKER_BYTES + 2 * i: i for i in range(1, len(parts))}
+    found: list[dict[str, Any]] = [{"part": p, "layer": i, "events": [], "frames": []} for p, i in parts]
+    here, count, next_marker = found[0], 0, 1
+    alive: dict[int, tuple[int, int]] = {}
+    for entry in trace:
+        if entry["action"] == "alloc":
+            if markers.get(entry["size"]) == next_marker:
+                here, next_marker = found[next_marker], next_marker + 1
+                alive[entry["addr"]] = (-2, 0)
+                continue
+            alive[entry["addr"]] = (count, entry["size"])
+            here["events"].append([count, entry["size"]])
+            count += 1
+        elif entry["action"] == "free_requested":
+            block, size = alive.pop(entry["addr"], (-1, entry["size"]))
+            if block == -2:
+                continue
+            here["events"].append([block, -size])
+        else:
+            continue
+        here["frames"].append(_frame(entry.get("frames") or []))
+    return found
+
+
+def _frame(frames: list[dict[str, Any]]) -> str:
+    """The innermost lines of fitune and what called the allocator."""
+    shown = [f"{Path(f['filename']).name}:{f['line']}" for f in frames if f["filename"].endswith(".py")]
+    return " < ".join(shown[:5])
+
+
+def joined(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Recorded parts as the prediction has them: the mean of the losses, taken before the update, belongs to it."""
+    parts = [dict(part, events=list(part["events"]), frames=list(part.get("frames") or [])) for part in recorded]
+    update = next(i for i, part in enumerate(parts) if part["part"] == "optimizer")
+    last = parts[update - 1]
+    for key in ("events", "frames"):
+        parts[update][key] = last[key][-2:] + parts[update][key]
+        last[key] = last[key][:-2]
+    for part in parts:
+        part["layer"] = part["layer"] if part["part"] in ("stash", "forward", "backward") else -1
+    return parts
+
+
+def _engine(name: str) -> Any:
+    import dataclasses
+
+    import torch
+
+    from fitune.engine.engine import Engine
+    from fitune.model.build import add_adapter, build, fill, wanted_weights
+    from fitune.model.source import resolve
+
+    plan, config = plan_of(name), config_of(name)
+    source = dataclasses.replace(resolve(plan.model, weights=True), config=config)
+    built = build(config, plan, "cuda")
+    fill(built, source.iter_weights(set(wanted_weights(built)), device=torch.device("cuda")), plan)
+    add_adapter(built, plan)
+    return Engine(built, plan)
+
+
+def _header(name: str) -> dict[str, Any]:
+    import bitsandbytes
+    import torch
+    import transformers
+
+    import fitune
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": name,
+        "case": list(CASES[name]),
+        "gpu": {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"},
+        "versions": {"fitune": fitune.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+                     "bitsandbytes": bitsandbytes.__version__},
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def _work(name: str, frames: bool, send: Any) -> None:
+    try:
+        send.send(record(name, frames))
+    except Exception as error:  # noqa: BLE001  (a failed case is shown, and the next one runs)
+        text = "".join(traceback.format_exception(error))
+        send.send({"name": name, "error": text[-3000:]})
+
+
+def _forked(name: str, frames: bool) -> dict[str, Any]:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(name, frames, send))
+    worker.start()
+    send.close()
+    try:
+        return receive.recv()
+    except EOFError:
+        return {"name": name, "error": f"the process died (exit code {worker.exitcode})"}
+    finally:
+        worker.join()
+
+
+def show(result: dict[str, Any], frames: bool, most: int) -> None:
+    """One line per case, and what differs."""
+    if "error" in result:
+        print(f"{result['name']}: ERROR\n{result['error']}", flush=True)
+        return
+    try:
+        said = predicted(result["name"])
+        found = differences(joined(result["parts"]), said, frames)
+    except Exception as error:  # noqa: BLE001  (what was recorded is kept)
+        print(f"{result['name']}: no comparison\n{''.join(traceback.format_exception(error))[-3000:]}", flush=True)
+        return
+    count = sum(len(part["events"]) for part in result["parts"])
+    verdict = "equal" if not found else f"{sum(not line.startswith(' ') for line in found)} differences"
+    print(f"{result['name']}: {count} events on the GPU, {sum(len(e) for _, _, e in said)} on meta: {verdict}")
+    for line in found[:most]:
+        print(f"  {line[:600]}")
+    print(end="", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/events.json.gz"))
+    parser.add_argument("--frames", action="store_true", help="show where differing allocations come from")
+    parser.add_argument("--most", type=int, default=30, help="lines of differences shown per case")
+    args = parser.parse_args()
+    import torch  # imported once, before the forks
+    import transformers  # noqa: F401
+
+    import fitune.engine.engine
+    import fitune.memory.trace  # noqa: F401
+
+    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA once its parent does"
+    recorded = []
+    for name in args.cases:
+        started = time.time()
+        recorded.append(_forked(name, args.frames))
+        print(f"recorded {name} [{time.time() - started:.0f} s]", flush=True)
+    for result in recorded:  # only now: a prediction may start CUDA, after which no fork can use it
+        show(result, args.frames, args.most)
+    results = [
+        {**result, "parts": [{k: p[k] for k in ("part", "layer", "events")} for p in result["parts"]]}
+        for result in recorded
+        if "error" not in result
+    ]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.GzipFile(args.out, "wb", mtime=0) as file:
+        file.write(json.dumps(results, separators=(",", ":")).encode())
+    print(f"{args.out}: {len(results)} cases, {args.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a built model holds on its device before a step, and the optimizer state that its first step makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fitune.engine.optimizers import Masters, abstract_state
+from fitune.memory.script import Held, Tensor, Trained
+from fitune.model.build import Built
+
+_MOMENTS = {"adamw": ("first moment", "second moment"), "lion": ("moment",), "adafactor": (), "sgd": ()}
+_TABLE_VALUES = 256  # of bitsandbytes' 8-bit codes, shared by all tensors
+
+
+def device_tensors(built: Built) -> list[tuple[str, torch.Tensor]]:
+    """Everything a built model holds on its device, by name."""
+    tensors = [*built.model.named_parameters(), *built.model.named_buffers()]
+    for name, linear in built.linears.items():
+        assert linear.packed is not None
+        tensors += [(f"{name}.{key}", t) for key, t in linear.packed.tensors.items()]
+    for experts in built.experts:
+        for name, packed in experts.packed.items():
+            tensors += [(f"{experts.prefix}.{name}.{key}", t) for key, t in packed.tensors.items()]
+    if built.context.scratch is not None:
+        tensors.append(("scratch", built.context.scratch.buffer))
+    return tensors
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor of optimizer state, in the order in which the optimizer makes them. `shared`: once for all tensors."""
+
+    label: str
+    numel: int
+    dtype: torch.dtype
+    shared: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def state_of(optimizer: str, parameter: torch.Tensor) -> list[State]:
+    """Optimizer state that the first update makes for one trained tensor.
+
+    Sources: torch.optim 2.11 (`_init_group`: AdamW makes the step, then both moments) and bitsandbytes 0.50
+    (`init_state`: code tables when the first 8-bit tensor is met, moments, then their scales).
+    """
+    made = abstract_state(optimizer, [parameter])
+    moments = _MOMENTS[optimizer.removeprefix("paged_").removesuffix("8bit")]
+    if optimizer == "adamw":
+        first, second, step = made
+        return [
+            State("step count of", step.numel(), step.dtype),
+            *(State(f"{m} of", t.numel(), t.dtype) for m, t in zip(moments, (first, second), strict=True)),
+        ]
+    if optimizer == "adafactor":
+        words = ["step count of", *["factor of the second moment of"] * (len(made) - 1)]
+        return [State(word, t.numel(), t.dtype) for word, t in zip(words, made, strict=True)]
+    wide = [t for t in made if t.numel() == parameter.numel() and t.dtype != torch.float32]
+    coded = optimizer.endswith("8bit") and len(made) > len(moments)
+    if not coded:
+        return [State(f"{m} of", t.numel(), t.dtype) for m, t in zip(moments, made, strict=False)]
+    scales = [t for t in made[: len(made) - len(moments)] if t.dtype == torch.float32]
+    tables = [State("code table of 8-bit state", _TABLE_VALUES, torch.float32, shared=True)] * len(moments)
+    named = [State(f"{m} of", t.numel(), t.dtype) for m, t in zip(moments, wide, strict=False)]
+    return [*tables, *named, *(State("scales of a moment of", t.numel(), t.dtype) for t in scales)]
+
+
+def layer_of(name: str, prefix: str) -> tuple[int, str]:
+    """("model.layers.3.mlp.up.weight", "model.layers") is layer 3's "mlp.up.weight"; -1 and the name outside them."""
+    if not name.startswith(f"{prefix}."):
+        return -1, name
+    index, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+    return int(index), rest
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What is held per layer, before and after the layers in the model's order, and state shared by all tensors."""
+
+    layers: dict[int, Held]
+    before: Held
+    after: Held
+    shared: tuple[Tensor, ...]
+
+
+def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
+    """Of a built and filled model, the scratch buffer left out (its size depends on the loss chunk)."""
+    prefix = built.layers_prefix
+    tensors: dict[Any, list[Tensor]] = {}
+    trained: dict[Any, list[Trained]] = {}
+    seen: set[int] = set()
+    met_layers = False
+    for name, tensor in device_tensors(built):
+        layer, rest = layer_of(name, prefix)
+        met_layers |= layer >= 0
+        if name == "scratch" or tensor.untyped_storage()._cdata in seen:
+            continue
+        seen.add(tensor.untyped_storage()._cdata)
+        label = f"{prefix}.{{layer}}.{rest}" if layer >= 0 else name
+        where = layer if layer >= 0 else "after" if met_layers else "before"
+        owner = "adapters" if ".lora_" in name or name.endswith("magnitude") else "weights"
+        tensors.setdefault(where, []).append(Tensor(owner, label, tensor.untyped_storage().nbytes()))
+    met_layers = False
+    shared: tuple[Tensor, ...] = ()
+    for name, (parameter, master) in masters.pairs.items():
+        layer, rest = layer_of(name, prefix)
+        met_layers |= layer >= 0
+        where = layer if layer >= 0 else "after" if met_layers else "before"
+        label = f"{prefix}.{{layer}}.{rest}" if layer >= 0 else name
+        if master is not parameter:
+            tensors.setdefault(where, []).append(Tensor("weights", f"fp32 master of {label}", master.numel() * 4))
+        states = state_of(optimizer, master)
+        shared = shared or tuple(Tensor("optimizer", s.label, s.num_bytes) for s in states if s.shared)
+        own = tuple(Tensor("optimizer", f"{s.label} {label}", s.num_bytes) for s in states if not s.shared)
+        coded = any(s.shared for s in states)
+        trained.setdefault(where, []).append(Trained(rest, master.numel(), own, coded))
+
+    def of(where: Any) -> Held:
+        return Held(tuple(tensors.get(where, ())), tuple(trained.get(where, ())))
+
+    layers = {i: of(i) for i in range(len(built.layers))}
+    return Holdings(layers, of("before"), of("after"), shared)
+
+
+def largest_weight(built: Built) -> int:
+    """Bytes of the widest unpacked tensor that is on the device while weights load."""
+    sizes = [lin.in_features * lin.out_features for lin in built.linears.values()]
+    sizes += [torch.Size(shape).numel() for e in built.experts for shape in e.shapes.values()]
+    return max(sizes, default=0) * built.compute_dtype.itemsize

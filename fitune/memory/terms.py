@@ -1,0 +1,158 @@
+"""A script's parts as terms that `memory.replay` adds up: each part's peak and what it leaves. Plain Python.
+
+A planner asks for the terms of hundreds of shapes. What is born and dies in a part is the same at all of them but for
+the sizes, so it is spliced once per number of loss chunks (one, two, more), and then only added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms
+from fitune.memory.script import Held, Script, Tensor, symbols
+from fitune.memory.splice import Splicer, play_evaluation, scratch_bytes
+
+PartKey = tuple[str, str, int]
+_MOST_CHUNKS = 3  # further ones repeat the one in the middle
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Parts of passes over representative layers, as indices of sizes with signs: +i + 1 a birth, -(i + 1) a death.
+    Sizes are those of all templates, first with a full loss chunk, then with the last one."""
+
+    parts: dict[PartKey, tuple[int, ...]]
+
+
+def representatives(script: Script) -> tuple[str, ...]:
+    """The first layer, which stands for itself, and one of each kind behind it."""
+    return (script.kinds[0], *dict.fromkeys(script.kinds[1:]))
+
+
+def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
+    """See `Script.terms`."""
+    kinds = representatives(script)
+    at = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in kinds}
+    sizes, num_chunks = _sizes(script, num_rows, num_columns, loss_chunk)
+    again, keep, evaluation = (_measured(sums, sizes) for sums in _sums(script, num_chunks))
+    rounded = rounding(script.granule)
+    scratch = scratch_bytes(script, loss_chunk)
+    outside = _held_bytes((script.before, script.after), script.granule)
+    shared = sum(rounded(t.num_bytes) for t in script.shared_state)
+    return StepTerms(
+        kinds=script.kinds,
+        layers={
+            kind: LayerTerms(
+                *_held_bytes((script.layers[kind],), script.granule), eval_forward=evaluation["e", "forward", i]
+            )
+            for kind, i in at.items()
+        },
+        other_weight_bytes=outside[0] + (rounded(scratch) if scratch is not None else 0),
+        other_trained_bytes=outside[1],
+        other_state_bytes=outside[2] + shared,
+        first_pass=_pass_parts("0", again, keep, at),
+        later_pass=_pass_parts("1", again, keep, at),
+        optimizer_peak_bytes=script.update_bytes,
+        eval_embed=_both(evaluation["e", "start", 0], evaluation["e", "embed", 0]),
+        eval_tail=evaluation["e", "tail", 0],
+        largest_weight_bytes=script.largest_weight_bytes,
+    )
+
+
+def rounding(granule: int) -> Callable[[int], int]:
+    """Bytes to whole blocks of the allocator."""
+    return lambda num_bytes: -(-num_bytes // granule) * granule
+
+
+def _sizes(script: Script, num_rows: int, num_columns: int, loss_chunk: int) -> tuple[list[int], int]:
+    """Bytes of all templates with a full loss chunk and with the last one, and how many chunks there are."""
+    num_targets = num_rows * (num_columns - 1)
+    num_chunks = max(1, -(-num_targets // loss_chunk))
+    last = num_targets - (num_chunks - 1) * loss_chunk
+    rounded, found = rounding(script.granule), []
+    for tokens in (loss_chunk, last):
+        values = symbols(num_rows, num_columns, loss_chunk, tokens)
+        found += [rounded(template.bytes_at(values)) for template in script.templates]
+    return found, num_chunks
+
+
+def _sums(script: Script, num_chunks: int) -> tuple[Sums, Sums, Sums]:
+    """Everything recomputed, everything kept, evaluation. Cached in the script."""
+    count = min(num_chunks, _MOST_CHUNKS)
+    key = ("sums", count)
+    if key not in script._cache:
+        kinds = representatives(script)
+        # any shape with that many chunks, the last one partial; a script of one shape is asked at it
+        rows, columns, chunk = script.at or (2, 2 + count, {1: 6, 2: 4, 3: 3}[count])
+        made = []
+        for recompute in (len(kinds), 0):
+            splicer = Splicer(script, (rows, columns, chunk))
+            splicer.start(1)
+            for run in ("0", "1"):
+                splicer.forward_backward(run, kinds, recompute)
+            made.append(_signed(splicer, chunk))
+        splicer = Splicer(script, (rows, columns, chunk))
+        play_evaluation(splicer, kinds)
+        script._cache[key] = (made[0], made[1], _signed(splicer, chunk))
+    return script._cache[key]
+
+
+def _signed(splicer: Splicer, chunk: int) -> Sums:
+    total = len(splicer.script.templates)
+    place = [n + (total if tokens is not None and tokens != chunk else 0) + 1 for n, tokens in splicer.templates]
+    return Sums(
+        {
+            key: tuple(place[e.block] if e.num_bytes > 0 else -place[e.block] for e in splicer.events[start:stop])
+            for key, (start, stop) in splicer.parts.items()
+        }
+    )
+
+
+def _measured(sums: Sums, sizes: list[int]) -> dict[PartKey, Part]:
+    signed = [0, *sizes, *(-size for size in reversed(sizes))]  # indexed by +i + 1 and, from the end, by -(i + 1)
+    found = {}
+    for key, codes in sums.parts.items():
+        live = list(accumulate((signed[code] for code in codes), initial=0))
+        found[key] = Part(max(live), live[-1])
+    return found
+
+
+def _pass_parts(run: str, again: dict[PartKey, Part], keep: dict[PartKey, Part], at: dict[str, int]) -> PassParts:
+    def layer(i: int) -> LayerParts:
+        return LayerParts(
+            again[run, "stash", i],
+            (again[run, "forward", i], again[run, "backward", i]),
+            (keep[run, "forward", i], keep[run, "backward", i]),
+        )
+
+    start = again["0", "start", 0]  # all micro-batches are on the device: two, as far as this goes
+    inputs = start if run == "0" else Part(2 * start.delta_bytes, 2 * start.delta_bytes)
+    return PassParts(
+        embed=_both(inputs, again[run, "embed", 0]),
+        first=layer(0),
+        kinds={kind: layer(i) for kind, i in at.items()},
+        tail_after_recompute=again[run, "tail", 0],
+        tail_after_keep=keep[run, "tail", 0],
+        embed_backward=again.get((run, "backward", -1), Part(0, 0)),
+    )
+
+
+def _both(first: Part, then: Part) -> Part:
+    return Part(max(first.peak_bytes, first.delta_bytes + then.peak_bytes), first.delta_bytes + then.delta_bytes)
+
+
+def _held_bytes(held: Iterable[Held], granule: int) -> tuple[int, int, int]:
+    """(weights and masters, gradients, optimizer state) as allocated."""
+    rounded = rounding(granule)
+
+    def total(tensors: Iterable[Tensor]) -> int:
+        return sum(rounded(t.num_bytes) for t in tensors)
+
+    held = list(held)
+    return (
+        sum(total(h.tensors) for h in held),
+        sum(rounded(4 * t.numel) for h in held for t in h.trained),
+        sum(total(t.state) for h in held for t in h.trained),
+    )

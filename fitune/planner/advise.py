@@ -1,0 +1,368 @@
+"""Which cards of the catalog do a job, how fast and for how much money: one planned, all compared. See `advise`.
+
+Cards alike in what a plan depends on (arithmetic, kernels, memory) share one plan, made for the one with the least
+memory; speed is each card's own. Several cards share a step's records, each with all of the plan on it (data parallel),
+as `fitune train` does on a machine with several; a card that cannot hold the plan is not helped by others of its kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fitune.catalog import clouds, gpus
+from fitune.catalog.clouds import PriceTable
+from fitune.catalog.gpus import Gpu
+from fitune.errors import UserError
+from fitune.memory.constants import overheads
+from fitune.plan import Plan
+from fitune.planner import costs, jobs, positions
+from fitune.planner.costs import Rental
+from fitune.planner.jobs import Job
+from fitune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fitune.planner.result import PlanResult
+    from fitune.speed import StepTime
+
+NOT_SUPPORTED = {"Huawei": "needs torch_npu, which fitune does not use"}
+OWNED_SETS = (1, 2, 4)  # cards of a set that people build themselves
+SET_FROM_GB = 16.0  # consumer cards of this size and more are put together
+OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitune.hardware.torch_build)
+# Exchange of gradients between cards: share of the link's rate that a ring all-reduce reaches. Not measured; with
+# adapters it is under 2 % of a step, so that its error hardly shows.
+EXCHANGE_SHARE = 0.7
+SEVERAL_ERROR = 1.2  # on the high end of a step's time with several cards, which nothing here was measured on
+
+
+@dataclass(frozen=True)
+class CardAdvice:
+    """What a card, or several of one kind, make of the job.
+
+    Attributes:
+        num_used: cards that get records; fewer than `num_gpus` where a step has fewer records than there are cards.
+        plan: of one card, with its share of the records; None where nothing fits.
+        needed_bytes, budget_bytes: of one card.
+        step, hours: seconds of a step, (low, expected, high) hours of the whole run; None where nothing fits.
+        rentals: where such cards are to be had, cheapest for this job first.
+        buy_price: of all of them when they came out, recalled; None: not sold by the card, or not known.
+        break_even_hours: of use after which buying has cost less than renting at the cheapest price; None: unknown.
+        notes: what a person should know of this card.
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    num_used: int
+    plan: Plan | None
+    needed_bytes: int
+    budget_bytes: int
+    step: StepTime | None
+    hours: tuple[float, float, float] | None
+    rentals: tuple[Rental, ...] = ()
+    buy_price: float | None = None
+    break_even_hours: float | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def best(self) -> Rental | None:
+        return self.rentals[0] if self.rentals else None
+
+    @property
+    def jobs_to_break_even(self) -> float | None:
+        """Such jobs after which buying has cost less than renting."""
+        return self.break_even_hours / self.hours[1] if self.break_even_hours and self.hours else None
+
+    def as_dict(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "gpu": self.gpu.id, "name": self.gpu.name, "num_gpus": self.num_gpus, "num_used": self.num_used,
+            "fits": self.fits, "needed_bytes": self.needed_bytes, "budget_bytes": self.budget_bytes,
+            "plan": plan.with_(predicted={}, reasons=()).as_dict() if plan else None,
+            "step_s": self.step.step_s if self.step else None,
+            "tokens_per_s": self.step.tokens_per_s if self.step else None,
+            "tokens_per_s_low": self.step.tokens / self.step.high_s if self.step else None,
+            "tokens_per_s_high": self.step.tokens / self.step.low_s if self.step else None,
+            "basis": self.step.basis if self.step else None,
+            "verified": self.step.verified if self.step else None,
+            "hours_low": self.hours[0] if self.hours else None, "hours": self.hours[1] if self.hours else None,
+            "hours_high": self.hours[2] if self.hours else None,
+            "rentals": [rental.as_dict() for rental in self.rentals],
+            "buy_price_usd": self.buy_price, "break_even_hours": self.break_even_hours,
+            "break_even_jobs": self.jobs_to_break_even, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer to "which GPU": `cards` in the order of `costs.order`, those within the limits first.
+
+    Attributes:
+        too_small: cards on which nothing fits, the largest first.
+        limits: {"max_cost", "max_hours"}, None where there is none.
+        num_within: how many of `cards` are within the limits.
+        nearest_fits: where nothing fits anywhere: changes of the job that fit on the largest card.
+    """
+
+    recipe: Recipe
+    job: Job
+    prices: PriceTable
+    cards: tuple[CardAdvice, ...]
+    too_small: tuple[CardAdvice, ...]
+    limits: dict[str, float | None]
+    num_within: int
+    notes: tuple[str, ...]
+    nearest_fits: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def within(self) -> tuple[CardAdvice, ...]:
+        return self.cards[: self.num_within]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `fitune gpus MODEL --data … --json` prints."""
+        best = costs.picks(self.within)
+        return {
+            "model": self.recipe.model, "recipe": self.recipe.as_dict(), "job": self.job.as_dict(),
+            "prices": {"name": self.prices.name, "date": self.prices.date, "currency": self.prices.currency},
+            "limits": self.limits, "num_within_limits": self.num_within, "order": costs.ORDER,
+            "picks": {name: {"gpu": card.gpu.id, "num_gpus": card.num_gpus} for name, card in best.items()},
+            "cards": [card.as_dict() for card in self.cards],
+            "too_small": [card.as_dict() for card in self.too_small],
+            "nearest_fits": list(self.nearest_fits), "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def advise(
+    recipe: Recipe,
+    *,
+    tokens: float | None = None,
+    max_cost: float | None = None,
+    max_hours: float | None = None,
+    prices: PriceTable | None = None,
+) -> Advice:
+    """Every card of the catalog for this job. Needs no network and no GPU for a model of the catalog.
+
+    Args:
+        recipe: its `gpu` and `devices` are not used.
+        tokens: of one pass over the data, in place of reading it.
+        max_cost: in the table's currency, for the whole run. max_hours: of the whole run.
+        prices: another table than the catalog's.
+
+    Raises:
+        UserError: unknown model, unreadable data, settings that contradict each other, a limit that is not positive.
+    """
+    from fitune.planner import make
+    from fitune.speed.shape import decoder_of
+
+    for name, limit in (("--max-cost", max_cost), ("--max-hours", max_hours), ("--tokens", tokens)):
+        if limit is not None and not 0 < limit < float("inf"):
+            raise UserError(f"{name} {limit:g} is no limit" if name != "--tokens" else f"{name} {limit:g} is no job",
+                            "it has to be more than 0", "give a positive number, or leave it out")  # fmt: skip
+    prices = prices or clouds.catalog_table()
+    recipe = recipe.with_(gpu=None, devices=None, nproc=None)
+    notes: list[str] = []
+    config = make.config_of(recipe, notes)
+    seq_len, cut = positions.effective_seq_len(recipe, config)
+    job = jobs.of(recipe, seq_len, tokens)
+    notes += [note for note in (cut, positions.beyond_rotary(seq_len, config), *job.notes) if note]
+    plans = _Plans(recipe, config, job)
+    decoder = decoder_of(getattr(config, "shape", config))
+    rows = []
+    for gpu in gpus.all_gpus():
+        if gpu.vendor in NOT_SUPPORTED:
+            notes.append(f"left out: {gpu.name} ({NOT_SUPPORTED[gpu.vendor]})")
+            continue
+        for count in _counts(gpu, prices):
+            rows.append(_card(gpu, count, plans.for_card(gpu), job, decoder, prices))
+    fitting = [row for row in rows if row.fits]
+    limits = {"max_cost": max_cost, "max_hours": max_hours}
+    ordered, num_within = costs.order(fitting, max_cost, max_hours)
+    small = sorted((r for r in rows if not r.fits and r.num_gpus == 1), key=lambda r: (-r.budget_bytes, r.gpu.name))
+    return Advice(recipe, job, prices, tuple(ordered), tuple(small), limits, num_within,
+                  tuple(dict.fromkeys(notes)), () if ordered else plans.nearest_fits())  # fmt: skip
+
+
+def _counts(gpu: Gpu, prices: PriceTable) -> list[int]:
+    """How many of a card are looked at together: one, as many as are offered, and the sets that people build."""
+    counts = {1} | {offer.num_gpus for offer in prices.offers if offer.gpu_id == gpu.id}
+    if kind(gpu) == "consumer" and gpu.marketing_gb >= SET_FROM_GB:
+        counts |= set(OWNED_SETS)
+    return sorted(counts)
+
+
+def kind(gpu: Gpu) -> str:
+    """consumer | laptop | workstation | data centre | board (memory shared with its processor)."""
+    if gpu.memory_kind == "shared":
+        return "board"
+    if "laptop" in gpu.id:
+        return "laptop"
+    if gpu.id.startswith(("rtx-2", "rtx-3", "rtx-4", "rtx-5", "rx-")):
+        return "consumer"
+    return "workstation" if gpu.id.startswith(("rtx-", "radeon-pro")) else "data centre"
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+class _Plans:
+    """A plan per class of cards, made when it is asked for, and none below a card on which nothing fits."""
+
+    def __init__(self, recipe: Recipe, config: Any, job: Job):
+        self.recipe, self.config, self.job = recipe, config, job
+        self._of: dict[str, PlanResult] = {}
+        for cards in _families():
+            refused = None
+            for smallest, members in cards:
+                result = refused or self._plan(smallest)
+                if not result.fits:
+                    refused = result  # smaller ones are refused with the same least need
+                self._of |= {gpu.id: result for gpu in members}
+
+    def _plan(self, gpu: Gpu) -> PlanResult:
+        from fitune import hardware
+        from fitune.planner import make
+        from fitune.units import from_gib
+
+        recipe = self.recipe
+        if recipe.precision == "auto" and gpu.bf16 and not _modern(gpu):
+            recipe = recipe.with_(precision="fp16")
+        ram = from_gib(recipe.ram) if recipe.ram else None
+        return make.make_plan(recipe, hardware.virtual(gpu, ram_bytes=ram), config=self.config, data=self.job.facts)
+
+    def for_card(self, gpu: Gpu) -> PlanResult:
+        return self._of[gpu.id]
+
+    def nearest_fits(self) -> tuple[dict[str, Any], ...]:
+        """Of the card with the most memory."""
+        largest = max((gpu for gpu in gpus.all_gpus() if gpu.id in self._of), key=_room)
+        return self._of[largest.id].nearest_fits
+
+
+def _families() -> list[list[tuple[Gpu, list[Gpu]]]]:
+    """Cards by what a plan's arithmetic depends on; in each the classes of memory from the largest on, as (the card
+    with the least of it, all of them)."""
+    families: dict[bool, dict[tuple[int, bool], list[Gpu]]] = {}
+    for gpu in gpus.all_gpus():
+        if gpu.vendor not in NOT_SUPPORTED:
+            sizes = families.setdefault(_modern(gpu), {})
+            sizes.setdefault((round(gpu.marketing_gb), gpu.memory_kind == "gddr_ecc"), []).append(gpu)
+    found = []
+    for sizes in families.values():
+        classes = [(min(cards, key=_room), cards) for cards in sizes.values()]
+        found.append(sorted(classes, key=lambda c: -_room(c[0])))
+    return found
+
+
+def _modern(gpu: Gpu) -> bool:
+    """bf16 and flash attention. A card with bf16 alone is planned in fp16, as one without either."""
+    return gpu.bf16 and gpu.flash_attention
+
+
+def _room(gpu: Gpu) -> int:
+    """What tensors may take there."""
+    extra = overheads("cuda", _capability(gpu))
+    return gpu.usable_bytes - extra.context_bytes - extra.workspace_bytes
+
+
+def _capability(gpu: Gpu) -> tuple[int, int] | None:
+    major, _, minor = gpu.compute_capability.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+# ---- one row ---------------------------------------------------------------------------------------------------------
+
+
+def _card(gpu: Gpu, count: int, result: PlanResult, job: Job, decoder: Any, prices: PriceTable) -> CardAdvice:
+    budget = gpu.usable_bytes
+    extra = overheads("cuda", _capability(gpu))
+    needed = int(result.predicted["peak_allocated_bytes"]) + extra.context_bytes
+    used = min(count, result.plan.batch)
+    offers = [offer for offer in prices.offers if (offer.gpu_id, offer.num_gpus) == (gpu.id, count)]
+    if not result.fits:
+        return CardAdvice(gpu, count, used, None, needed, budget, None, None)
+    plan = share(result.plan, used).with_(device_name=gpu.name, budget_bytes=budget)
+    step = step_time(plan, gpu, used, job, decoder)
+    hours = job_hours(step, job)
+    rentals = costs.rentals(offers, hours)
+    price = buy_price(gpu, count) if prices.currency == "USD" else None
+    even = costs.break_even_hours(price, [r for r in rentals if r.per_hour])
+    return CardAdvice(gpu, count, used, plan, needed, budget, step, hours, rentals, price, even,
+                      card_notes(gpu, count, used))  # fmt: skip
+
+
+def share(plan: Plan, num_used: int) -> Plan:
+    """One card's plan as each of several have it: its share of a step's records. It needs no more memory than alone
+    but for one bucket of gradients (32 MiB, `fitune.parallel.replicated`), which the planner's headroom holds."""
+    rows = -(-plan.batch // num_used)
+    return plan if num_used == 1 else plan.with_(
+        batch=rows, micro_batch=min(plan.micro_batch, rows), parallel="ddp", world_size=num_used
+    )  # fmt: skip
+
+
+def step_time(plan: Plan, gpu: Gpu, num_used: int, job: Job, decoder: Any) -> StepTime:
+    """Of the whole step: of the card with the largest share, and the exchange of gradients after it. `tokens` are
+    those of all cards."""
+    from fitune import speed
+
+    mean_plan, workload = job.workload(plan)
+    step = speed.predict(mean_plan, decoder, gpu.name, workload=workload)
+    if num_used == 1:
+        return step
+    exchange = exchange_s(plan, gpu, num_used, decoder)
+    tokens = step.tokens * job.batch / plan.batch
+    return replace(
+        step, step_s=step.step_s + exchange, low_s=step.low_s + exchange / 2,
+        high_s=(step.high_s + 2 * exchange) * SEVERAL_ERROR, tokens=tokens, basis=_unmeasured(step.basis),
+    )  # fmt: skip
+
+
+def _unmeasured(basis: str) -> str:
+    """Several cards were not measured, whatever one was."""
+    return "kin" if basis == "measured" else basis
+
+
+def exchange_s(plan: Plan, gpu: Gpu, num_used: int, decoder: Any) -> float:
+    """Seconds in which cards add up their fp32 gradients: a ring sends each byte 2 (n - 1) / n times over a link.
+    NVLink's figure is of both directions."""
+    from fitune.speed.work import Workload, _Counter
+
+    num_bytes = 4 * _Counter(plan, decoder, Workload(1.0)).trained_params()
+    rate = max(gpu.link_bytes_per_s, (gpu.nvlink_gb_per_s or 0.0) * 1e9 / 2)
+    return 2 * (num_used - 1) / num_used * num_bytes / (rate * EXCHANGE_SHARE)
+
+
+def job_hours(step: StepTime, job: Job) -> tuple[float, float, float]:
+    """(low, expected, high) of steps and evaluations, with the error of the number of tokens."""
+    from fitune import speed
+
+    time = speed.job_time(step, job.steps, num_evals=job.num_evals, eval_tokens=job.eval_tokens)
+    return time.low_s * job.error[0] / 3600, time.seconds / 3600, time.high_s * job.error[1] / 3600
+
+
+def buy_price(gpu: Gpu, count: int) -> float | None:
+    """Of cards that are sold one by one: what they cost when they came out."""
+    if kind(gpu) in ("laptop", "board") or gpu.launch_price_usd is None:
+        return None
+    return gpu.launch_price_usd * count
+
+
+def card_notes(gpu: Gpu, count: int, used: int) -> tuple[str, ...]:
+    """What a person should know before choosing this card."""
+    notes = []
+    capability = _capability(gpu)
+    if gpu.vendor == "AMD":
+        notes.append("AMD: ROCm build of torch, not tested with fitune")
+    elif capability is not None and capability < OLDEST_OF_ALL_WHEELS:
+        notes.append("needs torch's CUDA 12.6 build, the last one for this card")
+    if not _modern(gpu):
+        notes.append("fp16 with loss scaling")
+    if kind(gpu) == "board":
+        notes.append("memory shared with the processor; not tested")
+    if kind(gpu) == "laptop":
+        notes.append("laptop: clock and speed depend on its power limit")
+    if used < count:
+        notes.append(f"{count - used} of {count} cards stay idle: a step has {used} records")
+    return tuple(notes)

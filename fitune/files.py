@@ -8,6 +8,8 @@ the next write in the same folder removes it.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -15,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from fitune.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError
 from fitune.units import format_bytes
@@ -24,6 +27,8 @@ try:
 except ImportError:  # Windows has no flock; leftovers are then taken to be unused
     fcntl = None  # type: ignore[assignment]
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+_LARGEST_WRITE = 64 << 20  # bytes a call: a signal is answered in between
 _TEMP = "fitune-tmp"
 _OLD = "fitune-old"
 _LEFTOVER = re.compile(rf"\.(?P<name>.+)\.(?P<kind>{_TEMP}|{_OLD})-[0-9a-f]{{12}}")
@@ -86,10 +91,11 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         clean_leftovers(target.parent)
         temp, descriptor = _claim(target, folder=False)
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                write_out(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
             os.replace(temp, target)
             _sync_folder(target.parent)
         finally:
@@ -127,6 +133,35 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temp, ignore_errors=True)
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def write_out(descriptor: int, data: Buffer) -> None:
+    """All of `data` into an open file. What fitune writes by itself goes through here: the one place where a test can
+    make the disk full at any moment.
+
+    Raises:
+        OSError: as `os.write`; a part may have been written.
+    """
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view[:_LARGEST_WRITE]) :]
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` of text that anybody may have written: every failure is a ValueError.
+
+    Python raises RecursionError for deep nesting; JSONDecodeError (with its line and column) is a ValueError already.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal. Raises OSError when it cannot be read."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def clean_leftovers(folder: Path) -> None:

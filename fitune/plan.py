@@ -70,12 +70,31 @@ class Plan:
     clip: float
     seed: int
     budget_bytes: int | None  # device memory the plan may use, as the driver counts it
+    stream_from: str = "none"  # where frozen layers wait for their turn: none | pinned | pageable | disk | shards
+    resident_layers: int | None = None  # with stream_from: layers whose weights stay on the device; None: all of them
+    ring_buffers: int = 2  # device buffers, each of the largest streamed layer's size
+    head_place: str = "device"  # device | host: a frozen head crosses the link in vocabulary tiles
+    offload_inputs: bool = False  # saved inputs of recomputed layers wait in host memory
+    mlp_tiles: int = 1  # pieces of tokens in which a recomputed layer's gated MLP runs
+    parallel: str = "none"  # how several GPUs work together: none | ddp | streamed | fsdp2
+    world_size: int = 1  # processes, each with a GPU of its own
     predicted: dict[str, Any] = field(default_factory=dict)
     reasons: tuple[Reason, ...] = ()
     version: int = PLAN_VERSION
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers whose frozen weights are streamed, evenly spread from layer 0 on.
+
+        Spread, because a copy can hide behind the layers that compute between two streamed ones; the last layer is the
+        last to be streamed, since it is needed twice in a row where forward turns into backward.
+        """
+        if self.stream_from == "none" or self.resident_layers is None:
+            return ()
+        count = max(0, self.num_layers - self.resident_layers)
+        return tuple(j * self.num_layers // count for j in range(count))
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n"
@@ -114,7 +133,7 @@ def from_json(text: str) -> Plan:
     """Inverse of `Plan.to_json`. Raises UserError when the text is not a plan."""
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             "cannot read the plan", f"it is not JSON ({error})", "make the plan again with `fitune plan`"
         ) from None

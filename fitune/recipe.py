@@ -23,6 +23,7 @@ OptimizerName = Literal[
     "auto", "adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor", "lion", "lion8bit", "sgd"
 ]
 Schedule = Literal["cosine", "linear", "constant"]
+Parallel = Literal["auto", "none", "ddp", "streamed", "fsdp2"]
 QUANTISED_FORMATS = ("int8", "nf4", "fp4")
 
 
@@ -94,13 +95,18 @@ class Recipe(BaseModel):
     )
 
     gpu: str | None = setting(None, "Hardware", "Plan for a card you need not have: rtx3080, 'A100 80GB', h200.")
-    devices: str | None = setting(None, "Hardware", "Which device to use: cpu, or a GPU's index (0).")
+    devices: str | None = setting(None, "Hardware", "Which devices to use: cpu, or GPUs' indices (0,1).")
+    nproc: int | None = setting(None, "Hardware", "Processes, each with a GPU of its own (default: all GPUs).", ge=1)
+    parallel: Parallel = setting("auto", "Hardware", "How several GPUs share the work: auto, none (one GPU) or a way.")
     vram: float | None = setting(None, "Hardware", "Cap on GPU memory in GiB.", gt=0)
     ram: float | None = setting(None, "Hardware", "Cap on host memory in GiB.", gt=0)
 
     save_every: int | None = setting(None, "Run", "Steps between checkpoints (default: ten per run).", ge=1)
     eval_every: int | None = setting(None, "Run", "Steps between evaluations (default: four per run).", ge=1)
     keep_checkpoints: int = setting(2, "Run", "How many of the newest checkpoints stay on disk.", ge=1)
+    on_nan: Literal["stop", "skip"] = setting(
+        "stop", "Run", "A step whose loss or gradient is not a number: stop and name its records, or leave it out."
+    )
     log_to: list[Literal["tensorboard", "wandb"]] = setting([], "Run", "Also log to tensorboard, wandb.")
     out: str | None = setting(None, "Run", "Run folder (default ./runs/<date>-<model>).")
 
@@ -231,6 +237,8 @@ def load(path: Path) -> dict[str, Any]:
         ) from None
     try:
         values = yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"cannot read recipe {path}", "it is nested too deeply", "a recipe is a flat list") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

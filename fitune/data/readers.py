@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import UserError
+from fitune.files import parse_json
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -161,6 +162,9 @@ def _check_file(path: Path) -> None:
             why = f"there is no such file in {path.parent.resolve()}"
             fix = f"did you mean {' or '.join(near)}?" if near else "check the name and the folder"
         raise UserError(f"cannot find the data file {path}", why, fix)
+    if not path.is_file():
+        raise UserError(f"cannot read {path.name}", "it is not a regular file (a pipe or a device may never end)",
+                        "write its content to a file first")
     suffix = path.suffix.lower()
     if suffix in _READABLE:
         return
@@ -212,8 +216,9 @@ def _guess_encoding(data: bytes) -> str | None:
 
 def _read_json(path: Path, text: str) -> Table:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except ValueError as problem:
+        error = _as_decode_error(problem)
         first_line = text.lstrip().split("\n", 1)[0]
         if error.msg.startswith("Extra data") and _is_json_object(first_line):
             table = _read_jsonl(path, text)
@@ -227,8 +232,8 @@ def _read_json(path: Path, text: str) -> Table:
 def _read_jsonl(path: Path, text: str) -> Table:
     if text.lstrip().startswith("["):
         try:
-            rows, notes = _rows_of_json(path, json.loads(text))
-        except json.JSONDecodeError:
+            rows, notes = _rows_of_json(path, parse_json(text))
+        except ValueError:
             pass  # not one array: the line by line reading below says which line is wrong
         else:
             return Table(rows, "json", [*notes, f"{path.name} is one JSON array, whatever its name"], str(path))
@@ -239,8 +244,9 @@ def _read_jsonl(path: Path, text: str) -> Table:
             blank += 1
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as problem:
+            error = _as_decode_error(problem)
             first_error = first_error or (number, error.colno, error.msg)
             bad.append(number)
             continue
@@ -258,9 +264,16 @@ def _read_jsonl(path: Path, text: str) -> Table:
 
 def _is_json_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
         return False
+
+
+def _as_decode_error(problem: ValueError) -> json.JSONDecodeError:
+    """The other reasons for which JSON cannot be read (nesting, a number of thousands of digits), at its beginning."""
+    if isinstance(problem, json.JSONDecodeError):
+        return problem
+    return json.JSONDecodeError(str(problem).split(";")[0], "", 0)
 
 
 def _broken_json(path: Path, line: int, column: int, message: str, bad_lines: Iterable[int] = (), num_lines: int = 0):

@@ -95,8 +95,10 @@ class TemplateChoice:
                 add_generation_prompt=prompt,
                 tokenize=False,
             )
-        # A template is a program: besides raising on purpose it fails as Python does on a shape it does not expect.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        # A template is a program: besides raising on purpose it fails as Python does on a shape it does not expect, or
+        # meets the limits of the sandbox.
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+                RecursionError, MemoryError) as error:  # fmt: skip
             raise CannotRender(" ".join(str(error).split())[:200] or type(error).__name__) from None
 
 

@@ -11,15 +11,17 @@ Shapes: B rows, T tokens, H hidden size, C tokens of a chunk, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fitune.engine.ring import source_of
 from fitune.errors import UserError
 from fitune.model.build import Built
+from fitune.model.linear import OutputWatch
 
 
 @dataclass
@@ -59,10 +61,15 @@ class Driver:
 
     def __init__(self, built: Built):
         self.built = built
+        self.weights = source_of(built)
+        self.tiled_head = built.host_head  # None: the tail runs on whole logits
+        self.plain_logits = True  # the head's output is the model's, nothing comes after it
         self.returns_tuple = False
         self._injected: torch.Tensor | None = None
         self._inputs: list[torch.Tensor] = []
         self._calls: list[LayerCall] = []
+        self._inputs_width = 0
+        self._unneeded: dict[tuple[int, bool], object | None] = {}
         self._recorders = nn.ModuleList([_Recorder(layer, self) for layer in built.layers])
 
     @contextmanager
@@ -87,12 +94,33 @@ class Driver:
                 why = f"{type(error).__name__}: {error}"
                 continue
             if all(i is self._inputs[0] for i in self._inputs) and self._inputs[0].dim() == 3:
+                self._inputs_width = self._inputs[0].shape[-1]
+                self._check_tail()
                 return
         raise UserError(
             f"cannot train {type(self.built.model).__name__}",
             f"its decoder layers cannot run one by one ({why})",
             "use another model; this architecture is not supported",
         )
+
+    def _check_tail(self) -> None:
+        """Find out, for a head in host memory, whether what the model does to its logits is done to each alone: only
+        then can they be made in tiles. Random logits, large enough for any soft-capping to show, go through whole and
+        in parts."""
+        if self.built.host_head is None:
+            return
+        generator = torch.Generator().manual_seed(0)
+        logits_CV = torch.randn(3, 12, generator=generator) * 40
+        order = torch.tensor([7, 2, 11, 0])
+        try:
+            whole, parts = self.after_head(logits_CV), self.after_head(logits_CV[:, order])
+            alone = torch.cat([self.after_head(logits_CV[row : row + 1]) for row in range(3)])
+        except RuntimeError:  # shapes that do not go with the model's own
+            self.tiled_head = None
+            return
+        self.plain_logits = torch.equal(whole, logits_CV)
+        if not (torch.equal(whole[:, order], parts) and torch.equal(whole, alone)):
+            self.tiled_head = None
 
     def _dry(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         self._inputs, self._calls = [], []
@@ -115,9 +143,14 @@ class Driver:
         self._inputs, self._calls = [], []
         return hidden, calls
 
-    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """One real layer, [B, T, H] to [B, T, H], its fused experts unpacked around it."""
+    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall, *, keep: bool = False) -> torch.Tensor:
+        """One real layer, [B, T, H] to [B, T, H], its fused experts unpacked around it; inside `weights.layer(index)`.
+
+        `keep`: its activations are kept for a backward pass that comes after other layers' weights.
+        """
+        keeping: AbstractContextManager[None] = self.weights.keeping(index) if keep else nullcontext()
         with ExitStack() as stack:
+            stack.enter_context(keeping)
             for experts in self.built.experts_of(index):
                 stack.enter_context(experts.unpacked(self.built.compute_dtype))
             out = self.built.layers[index](hidden, *call.args, **call.kwargs)
@@ -129,6 +162,47 @@ class Driver:
 
     def tail(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """Logits [C, V] of a chunk of the last layer's output [C, H], by the model's own code."""
+        return self._run_tail(hidden_CH)
+
+    def head_input(self, hidden_CH: torch.Tensor) -> torch.Tensor:
+        """What a chunk [C, H] of the last layer's output is when it enters the head in host memory, [C, H]."""
+        assert self.built.host_head is not None
+        with self.built.host_head.tapped() as seen:
+            self._run_tail(hidden_CH)
+        return seen[-1][0]
+
+    def after_head(self, logits_CW: torch.Tensor) -> torch.Tensor:
+        """What the model makes of some of its logits [C, W] (soft-capping, a scale); autograd goes through."""
+        head = self.built.host_head
+        assert head is not None
+        one_1H = torch.zeros(1, self._hidden_width(), dtype=self.built.compute_dtype, device=self.built.device)
+        with head.standing_in(logits_CW[None]):
+            return self._run_tail(one_1H)
+
+    def run_layer_again(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """`run_layer` for the graph alone: the output is used by nothing but its own backward pass, so the layer's last
+        product is left out where autograd does not need it. The gradients are the same to the bit."""
+        context = self.built.context
+        key = index, context.mlp_tiles > 1
+        if key in self._unneeded:
+            context.unneeded = self._unneeded[key]
+            try:
+                return self.run_layer(index, hidden, call)
+            finally:
+                context.unneeded = None
+        context.watch = watch = OutputWatch()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(watch.saved, lambda tensor: tensor):
+                output = self.run_layer(index, hidden, call)
+        finally:
+            context.watch = None
+        self._unneeded[key] = watch.found()
+        return output
+
+    def _hidden_width(self) -> int:
+        return int(self._inputs_width or self._embedding_width())
+
+    def _run_tail(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         self._injected = hidden_CH[None]
         # what the embedding would give; the layers hand over the chunk instead, so only its shape matters
         width = self._embedding_width()

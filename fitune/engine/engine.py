@@ -11,10 +11,15 @@ import torch
 
 from fitune.engine.batch import Batch, HostBatch, to_device
 from fitune.engine.driver import Driver
-from fitune.engine.optimizers import Masters, build_optimizer, flatten_state, restore_state
-from fitune.engine.step import Observer, evaluate, forward_backward, ignore
+from fitune.engine.inputs import OffloadedInputs
+from fitune.engine.link import LinkStats
+from fitune.engine.optimizers import build_optimizer, flatten_state, restore_state
+from fitune.engine.ranks import Alone
+from fitune.engine.ring import Ring
+from fitune.engine.step import Observer, evaluate, forward_backward, ignore, pass_idly
 from fitune.errors import EXIT_FAILED, UserError
 from fitune.model.build import Built, make_scratch
+from fitune.model.loss import IGNORED
 from fitune.plan import Plan
 
 _FIRST_SCALE = 2.0**16  # as torch.amp.GradScaler
@@ -24,7 +29,8 @@ _SMALLEST_SCALE = 2.0**-10
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave. `loss` is the mean over target tokens of the whole step."""
+    """What one optimizer step gave. `loss` is the mean over target tokens of the whole step. `link` is what crossed
+    from host to device and what it cost, None where all weights are on the device."""
 
     loss: float
     grad_norm: float
@@ -32,6 +38,7 @@ class StepResult:
     num_targets: int
     seconds: float
     loss_scale: float | None
+    link: LinkStats | None = None
 
 
 class LossScaler:
@@ -65,22 +72,26 @@ class Engine:
     Args:
         built: filled model with its adapters.
         plan: obeyed: activation policy, loss chunk, accumulation order, optimizer, precision, clipping.
+        ranks: the other processes that train the same model.
     """
 
-    def __init__(self, built: Built, plan: Plan):
+    def __init__(self, built: Built, plan: Plan, ranks: Alone | None = None):
         self.built, self.plan = built, plan
-        built.context.scratch = make_scratch(built, plan.loss_chunk)
+        self.ranks = ranks or Alone()
         self.driver = Driver(built)
+        built.context.scratch = make_scratch(built, plan.loss_chunk)
         self.driver.check()
+        self._inputs_in_host: OffloadedInputs | None = None
         trainable = built.trainable()
         if not trainable:
             raise UserError("nothing to train", "no parameter is trainable with these settings", "check --lora-targets")
-        self.masters = Masters(trainable)
+        self.masters = self.ranks.masters(built, trainable)
         self.names = list(trainable)
         self.optimizer = build_optimizer(
             plan.optimizer, list(self.masters.parameters()), lr=plan.lr, weight_decay=plan.weight_decay
         )
         self.scaler = LossScaler(plan.loss_scaling)
+        self.updates = 0  # updates that were made
         self.updating = False  # an update has begun: the step cannot be replayed any more
         self.trains_embedding = self._trains(self.built.model.get_input_embeddings())
         self._parts = self._parameters_by_part()
@@ -109,13 +120,18 @@ class Engine:
             UserError: the loss is not finite (exit code 1).
         """
         started = time.perf_counter()
+        if isinstance(self.driver.weights, Ring):
+            self.driver.weights.meter.take()  # what an evaluation has moved is not this step's
         uses_dropout = self.plan.adapter is not None and self.plan.adapter.dropout > 0
         seed = (self.plan.seed, step) if uses_dropout else None
+        num_tokens, num_targets, num_passes = self.ranks.totals(*_counts(host_batches), self._num_passes(host_batches))
         batches = [to_device(h, self.built.device, dropout_seed=seed) for h in host_batches]
-        num_targets = sum(b.num_targets for b in batches)
+        groups = self._groups(batches)
+        groups += [[]] * (num_passes - len(groups))
         while True:
-            loss = self._accumulate(batches, self.scaler.scale / max(num_targets, 1), observe) / max(num_targets, 1)
+            loss = self._accumulate(groups, self.scaler.scale / max(num_targets, 1), observe) / max(num_targets, 1)
             observe("optimizer", 0)
+            loss = self.ranks.add_up(loss, self.masters)
             norm = self._unscaled_norm()
             loss_value, norm_value = torch.stack([loss, norm.to(loss.device, loss.dtype)]).tolist()
             if not _finite(loss_value):
@@ -139,23 +155,33 @@ class Engine:
         self.updating = True
         self._update(lr, norm)
         self.updating = False
+        self.updates += 1
         self.scaler.grew()
         return StepResult(
             loss_value,
             norm_value,
-            sum(b.num_tokens for b in batches),
+            num_tokens,
             num_targets,
             time.perf_counter() - started,
             self.scaler.scale if self.scaler.enabled else None,
+            self.driver.weights.meter.take() if isinstance(self.driver.weights, Ring) else None,
         )
 
     def abandon(self) -> None:
         """Forget the gradients of a step that failed before its update."""
-        for parameter, master in self.masters.pairs.values():
-            parameter.grad = master.grad = None
+        self.masters.forget()
 
-    def _accumulate(self, batches: list[Batch], grad_scale: float, observe: Observer) -> torch.Tensor:
-        groups = [batches] if self.plan.accumulation_order == "layer-major" else [[b] for b in batches]
+    def _num_passes(self, host_batches: Sequence[HostBatch]) -> int:
+        return min(1, len(host_batches)) if self.plan.accumulation_order == "layer-major" else len(host_batches)
+
+    def _groups(self, batches: list[Batch]) -> list[list[Batch]]:
+        """Micro-batches that pass the layers together."""
+        if self.plan.accumulation_order == "layer-major":
+            return [batches] if batches else []
+        return [[batch] for batch in batches]
+
+    def _accumulate(self, groups: list[list[Batch]], grad_scale: float, observe: Observer) -> torch.Tensor:
+        self.ranks.begin(len(groups))
         loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
         for group in groups:
             loss += forward_backward(
@@ -167,14 +193,24 @@ class Engine:
                 trains_embedding=self.trains_embedding,
                 observe=observe,
                 grads_ready=lambda part, index: self.masters.collect(self._parts.get((part, index), ())),
+                offload=self._offload(),
+                mlp_tiles=self.plan.mlp_tiles,
             )
         return loss
+
+    def _offload(self) -> OffloadedInputs | None:
+        """Where layer inputs wait, if not on the device. (A replan may turn it on in the middle of a run.)"""
+        if not self.plan.offload_inputs:
+            return None
+        if self._inputs_in_host is None:
+            self._inputs_in_host = OffloadedInputs(self.built.device)
+        return self._inputs_in_host
 
     def _unscaled_norm(self) -> torch.Tensor:
         grads = [p.grad for p in self.masters.parameters() if p.grad is not None]
         if self.scaler.enabled:
             torch._foreach_mul_(grads, 1 / self.scaler.scale)
-        return torch.nn.utils.get_total_norm(grads)
+        return self.ranks.norm(grads)
 
     def _update(self, lr: float, norm: torch.Tensor) -> None:
         parameters = self.masters.parameters()
@@ -189,10 +225,13 @@ class Engine:
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
         """(sum of token losses, number of target tokens) without gradients or dropout."""
         total, count = 0.0, 0
+        idle = self.ranks.evaluations(len(host_batches)) - len(host_batches)
         for host in host_batches:
             batch = to_device(host, self.built.device, dropout_seed=None)
             total += evaluate(self.driver, batch, self.plan.loss_chunk).item()
             count += batch.num_targets
+        for _ in range(idle):
+            pass_idly(self.driver, self.plan.loss_chunk)
         return total, count
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
@@ -227,6 +266,14 @@ class Engine:
         restore_state(self.optimizer, self.names, state, values["optimizer"])
         self.scaler.scale, self.scaler.good_steps = values["scale"], values["good_steps"]
         self.masters.publish()
+
+
+def _counts(host_batches: Sequence[HostBatch]) -> tuple[int, int]:
+    """(tokens without padding, target tokens), counted on the host."""
+    return (
+        sum(sum(map(sum, h.doc_lengths)) for h in host_batches),
+        sum(int((h.targets != IGNORED).sum()) for h in host_batches),
+    )
 
 
 def _finite(value: float) -> bool:

@@ -135,6 +135,11 @@ class Masters:
                 master.grad += p.grad
             p.grad = None
 
+    def forget(self) -> None:
+        """Drop all gradients."""
+        for p, master in self.pairs.values():
+            p.grad = master.grad = None
+
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the parameters that compute."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import nn
 
 from fitune.errors import UserError
 from fitune.model import attention, fused
+from fitune.model.ends import HostEmbedding, HostHead
 from fitune.model.experts import PackedExperts, has_fused_experts
 from fitune.model.formats import DENSE, Scratch
 from fitune.model.linear import BaseLinear, StepContext
+from fitune.model.streamed import StreamedLayers
 from fitune.plan import Plan
 
 RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv")
@@ -50,6 +53,11 @@ class Built:
     device: torch.device
     compute_dtype: torch.dtype
     host_embedding: HostEmbedding | None = None
+    host_head: HostHead | None = None
+    streamed: StreamedLayers | None = None  # layers whose frozen weights are not on the device
+    host_opened: bool = False
+    provided: frozenset[str] = frozenset()  # weights that another process puts into memory shared with this one
+    source: Any = None  # the engine's weight source, one per model
     notes: list[str] = field(default_factory=list)
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -68,27 +76,14 @@ class Built:
         packed = [lin.in_features * lin.out_features for lin in self.linears.values()]
         fused = [torch.Size(shape).numel() for e in self.experts for shape in e.shapes.values()]
         host = self.host_embedding.weight.numel() if self.host_embedding is not None else 0
+        if self.host_head is not None and not self.tied_on_host:
+            host += self.host_head.weight.numel()
         return dense + sum(packed) + sum(fused) + host
 
-
-class HostEmbedding(nn.Module):
-    """A frozen embedding whose table stays in host RAM; the rows of a micro-batch are gathered there and copied.
-
-    Exact, and free at training sizes: a row is 2 x hidden_size bytes per token. `weight` is no parameter of the model.
-    """
-
-    def __init__(self, embedding: nn.Module, device: torch.device):
-        super().__init__()
-        self.__dict__["inner"] = embedding  # not a submodule: moving the model must not move the table
-        self.device = device
-
     @property
-    def weight(self) -> torch.Tensor:
-        return self.inner.weight
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        host = input_ids.cpu() if input_ids.device.type != "meta" else input_ids
-        return self.inner(host).to(self.device, non_blocking=True)
+    def tied_on_host(self) -> bool:
+        """The embedding's table is the head's weight, and both are in host memory."""
+        return self.host_head is not None and bool(self.model.config.tie_word_embeddings)
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -146,6 +141,7 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
     """
     from transformers import AutoModelForCausalLM
 
+    _check(plan)
     attention.register()
     device = torch.device(device)
     config = copy.deepcopy(config)
@@ -168,11 +164,31 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
     else:
         _replace_linears(built)
         _pack_experts(built)
-        if plan.embedding_place == "host":
+        if plan.head_place == "host":
+            _head_to_host(built, plan)
+        if plan.embedding_place == "host" or built.tied_on_host:
             _embedding_to_host(built)
+        if plan.streamed_layers():
+            built.streamed = StreamedLayers(built, plan)
     fused.apply(model, context)
     _place_buffers(built)
     return built
+
+
+def _check(plan: Plan) -> None:
+    """Raises UserError when the plan asks for something that its method does not have."""
+    if plan.method == "full" and (plan.streamed_layers() or plan.head_place == "host"):
+        raise UserError(
+            "cannot stream the weights of full fine-tuning",
+            "only frozen weights wait in host memory in this version",
+            "use --method lora or qlora",
+        )
+    if plan.streamed_layers() and plan.ring_buffers < 2:
+        raise UserError(
+            f"cannot stream through {plan.ring_buffers} buffer",
+            "one is filled while the other computes",
+            "use ring_buffers 2 or more",
+        )
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, str, str]:
@@ -230,9 +246,23 @@ def _pack_experts(built: Built) -> None:
             built.experts.append(PackedExperts(module, name))
 
 
+def _head_to_host(built: Built, plan: Plan) -> None:
+    head = built.model.get_output_embeddings()
+    trains_bias = plan.adapter is not None and plan.adapter.bias == "all"
+    if type(head) is not nn.Linear or (head.bias is not None and trains_bias):
+        built.notes.append("the output head stays on the device: it is no plain linear layer, or its bias is trained")
+        return
+    if built.model.config.tie_word_embeddings and not isinstance(built.model.get_input_embeddings(), nn.Embedding):
+        built.notes.append("the output head stays on the device: it is tied to an embedding of another kind")
+        return
+    built.host_head = HostHead(head, built.compute_dtype)
+    built.model.set_output_embeddings(built.host_head)
+
+
 def _embedding_to_host(built: Built) -> None:
     embedding = built.model.get_input_embeddings()
-    if built.model.config.tie_word_embeddings or not isinstance(embedding, nn.Embedding):
+    tied = built.model.config.tie_word_embeddings and not built.tied_on_host
+    if tied or not isinstance(embedding, nn.Embedding):
         built.notes.append("the embedding stays on the device: it is tied to the head")
         return
     built.host_embedding = HostEmbedding(embedding, built.device)
@@ -268,6 +298,8 @@ def wanted_weights(built: Built) -> dict[str, tuple[int, ...]]:
     for name, parameter in built.model.named_parameters():  # named once each
         if ".lora_" not in name and not name.endswith(".magnitude"):
             wanted[name] = tuple(parameter.shape)
+    if built.host_head is not None and not built.tied_on_host:
+        wanted[f"{_name_of(built, built.host_head)}.weight"] = tuple(built.host_head.weight.shape)
     for name, linear in built.linears.items():
         shape = (linear.out_features, linear.in_features)
         wanted[f"{name}.weight"] = shape[::-1] if linear.transposed else shape
@@ -286,11 +318,22 @@ def _persistent(model: nn.Module, name: str) -> bool:
     return leaf not in model.get_submodule(parent)._non_persistent_buffers_set
 
 
+def _name_of(built: Built, wanted: nn.Module) -> str:
+    return next(name for name, module in built.model.named_modules() if module is wanted)
+
+
 def _embedding_name(built: Built) -> str:
-    for name, module in built.model.named_modules():
-        if module is built.host_embedding:
-            return f"{name}.weight"
-    raise AssertionError("host embedding is not in the model")
+    assert built.host_embedding is not None
+    return f"{_name_of(built, built.host_embedding)}.weight"
+
+
+def weights_to_read(built: Built) -> set[str]:
+    """Names of `wanted_weights` less those that an earlier run's packed file holds already; after `open_host`."""
+    return {name for name in wanted_weights(built) if not _is_there(built, name)}
+
+
+def _is_there(built: Built, name: str) -> bool:
+    return name in built.provided or (built.streamed is not None and built.streamed.is_there(name))
 
 
 def fill(built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan) -> None:
@@ -302,6 +345,7 @@ def fill(built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan) 
     wanted = wanted_weights(built)
     seen: set[str] = set()
     experts = {name: e for e in built.experts for name in e.names()}
+    open_host(built, plan)
     with torch.no_grad():
         for name, tensor in weights:
             if name not in wanted:
@@ -314,11 +358,50 @@ def fill(built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan) 
                 )
             _place(built, plan, name, tensor, experts)
             seen.add(name)
-    missing = sorted(set(wanted) - seen - _tied(built))
+    missing = sorted(name for name in set(wanted) - seen - _tied(built) if not _is_there(built, name))
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise UserError("the model's files are incomplete", f"missing: {shown}", "download the model again")
-    built.model.tie_weights()
+    if built.streamed is not None and built.streamed.backing is not None:
+        built.streamed.backing.finish()
+    if not built.tied_on_host:
+        built.model.tie_weights()
+
+
+def open_host(built: Built, plan: Plan, identity: str | None = None) -> None:
+    """Room for what is not on the device, all of it before the first weight is read: a refusal comes early. `fill`
+    calls it where nobody has.
+
+    Args:
+        identity: of the model's weights, for a packed file that later runs may use (`packed_file.identity`).
+
+    Raises:
+        UserError: not enough RAM or disk space.
+    """
+    if built.host_opened or built.device.type == "meta":
+        _share_packed(built)
+        return
+    built.host_opened = True
+    pin = built.device.type == "cuda" and plan.stream_from != "pageable"
+    if built.host_head is not None:
+        built.host_head.allocate(pin)
+    if built.streamed is not None:
+        built.streamed.open(plan.stream_from, identity)
+        if pin and plan.stream_from == "pinned":
+            built.notes += built.streamed.refusals()
+    _share_packed(built)
+
+
+def _share_packed(built: Built) -> None:
+    """Streamed weights belong to the store and to their modules."""
+    if built.streamed is None:
+        return
+    for name, linear in built.linears.items():
+        if built.streamed.takes(f"{name}.weight"):
+            linear.packed = built.streamed.packed(name)
+    for experts in built.experts:
+        for name in filter(built.streamed.takes, experts.names()):
+            experts.packed[name.removeprefix(f"{experts.prefix}.")] = built.streamed.packed(name)
 
 
 def _tied(built: Built) -> set[str]:
@@ -331,13 +414,19 @@ def _tied(built: Built) -> set[str]:
 def _place(built: Built, plan: Plan, name: str, tensor: torch.Tensor, experts: dict[str, PackedExperts]) -> None:
     module_name, _, leaf = name.rpartition(".")
     device = built.device
-    if leaf == "weight" and module_name in built.linears:
+    if built.streamed is not None and built.streamed.takes(name):
+        built.streamed.put(name, tensor)
+    elif leaf == "weight" and module_name in built.linears:
         built.linears[module_name].set_weight(tensor.to(device), plan.base_format, plan.double_quant)
     elif name in experts:
         experts[name].set_weight(name, tensor.to(device), plan.base_format, plan.double_quant)
     elif built.host_embedding is not None and name == _embedding_name(built):
-        host = "meta" if device.type == "meta" else "cpu"
-        built.host_embedding.inner.weight = nn.Parameter(tensor.to(host, built.compute_dtype), requires_grad=False)
+        host = tensor.to("meta" if device.type == "meta" else "cpu", built.compute_dtype)
+        if built.host_head is not None and built.tied_on_host:
+            host = built.host_head.weight.copy_(host)
+        built.host_embedding.inner.weight = nn.Parameter(host, requires_grad=False)
+    elif built.host_head is not None and name == f"{_name_of(built, built.host_head)}.weight":
+        built.host_head.weight.copy_(tensor)
     else:
         module = built.model.get_submodule(module_name)
         if leaf in module._buffers:
@@ -350,21 +439,36 @@ def _place(built: Built, plan: Plan, name: str, tensor: torch.Tensor, experts: d
 
 
 def make_scratch(built: Built, loss_chunk: int) -> Scratch | None:
-    """The buffer that unpacked weights and a chunk's fp32 logits share; on a GPU only, where it saves fragmentation."""
+    """The buffer that unpacked weights and a chunk's fp32 logits share; on a GPU only, where it saves fragmentation.
+    A head in host memory has `tile_rows` columns of logits at once, set before."""
     if not built.context.on_cuda:
         return None
     dense = {lin.packed.format for lin in built.linears.values() if lin.packed is not None}
     width = torch.empty((), dtype=built.compute_dtype).element_size()
     unpacked = any(f not in DENSE or DENSE[f] != built.compute_dtype for f in dense)
     largest = max((lin.in_features * lin.out_features for lin in built.linears.values()), default=0) * width
-    vocab_size = built.model.get_output_embeddings().weight.shape[0]
-    return Scratch(max(largest if unpacked else 0, loss_chunk * vocab_size * 4), built.device)
+    head = built.host_head
+    columns = head.tile_rows if head is not None else built.model.get_output_embeddings().weight.shape[0]
+    return Scratch(max(largest if unpacked else 0, loss_chunk * columns * 4), built.device)
 
 
 def meta_weights(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights without values, for a model on `meta`."""
     for name, shape in wanted_weights(built).items():
         yield name, torch.empty(shape, dtype=built.compute_dtype, device="meta")
+
+
+@contextmanager
+def _weight_at_hand(built: Built, name: str) -> Iterator[None]:
+    """A streamed linear layer's weight on the device for a moment."""
+    linear = built.linears[name]
+    shared = linear.packed
+    if built.streamed is not None and built.streamed.takes(f"{name}.weight"):
+        linear.packed = built.streamed.on_device(name)
+    try:
+        yield
+    finally:
+        linear.packed = shared
 
 
 def add_adapter(built: Built, plan: Plan) -> list[str]:
@@ -393,7 +497,9 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
         key = zlib.crc32(name.encode())
         # hashed together: torch's CPU generator reads the low 32 bits of a seed only
         generator = torch.Generator().manual_seed(zlib.crc32(f"{plan.seed}/{name}".encode()))
-        built.linears[name].add_lora(spec.r, spec.scaling, spec.dropout, key, generator, built.device, spec.dora)
+        linear = built.linears[name]
+        with _weight_at_hand(built, name) if spec.dora else nullcontext():
+            linear.add_lora(spec.r, spec.scaling, spec.dropout, key, generator, built.device, spec.dora)
     for name, parameter in built.model.named_parameters():
         if name.endswith("bias") and spec.bias != "none":
             inside = name.rpartition(".")[0] in adapted

@@ -6,16 +6,15 @@ same mapping from a GGUF file, so that everything above (names, conversions, che
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
-from fitune.files import file_error
+from fitune.files import file_error, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -90,17 +89,44 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
                 promised = f"it has {size} bytes and its header promises {length}"
                 raise _damaged(path, promised if len(start) == 8 else "it is nearly empty")
-            header = json.loads(handle.read(length))
+            header = parse_json(handle.read(length))
     except OSError as error:
         raise file_error("read", path, error) from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except ValueError:
         raise _damaged(path, "its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    ends = []
+    for name, entry in header.items():
+        _check_entry(path, name, entry)
+        ends.append(entry["data_offsets"][1])
+    end = max(ends, default=0)
     if 8 + length + end != size:
         raise _damaged(path, f"its header promises {8 + length + end} bytes, the file has {size}")
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in
-            sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])}
+    ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
+    for (_, before), (name, after) in zip(ordered, ordered[1:], strict=False):
+        if after["data_offsets"][0] < before["data_offsets"][1]:
+            raise _damaged(path, f"the bytes of {name} overlap another tensor's")
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in ordered}
+
+
+def _check_entry(path: Path, name: str, entry: Any) -> None:
+    """Raises UserError when a header's entry is not what the format says: a dtype, a shape, and as many bytes."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise _damaged(path, f"its header's entry for {name[:80]} is not that of a tensor")
+    if dtype in ELEMENT_BYTES and offsets[1] - offsets[0] != math.prod(shape) * ELEMENT_BYTES[dtype]:
+        raise _damaged(path, f"{name[:80]} has {offsets[1] - offsets[0]} bytes, which do not make its shape {shape}")
+    if dtype not in ELEMENT_BYTES:
+        raise _damaged(path, f"{name[:80]} is of an unknown type {dtype[:20]!r}")
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _damaged(path: Path, why: str) -> UserError:
@@ -113,10 +139,16 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError) as error:
+            names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("a file's name is not a text")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"cannot read {index}", f"it is not an index of safetensors files ({error})",
                             "download or copy this file again") from None
+        away = next((name for name in names if Path(name).name != name), None)
+        if away is not None:
+            raise UserError(f"cannot use {index}", f"{away!r} leaves the model's folder",
+                            "download the model again from a source you trust")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(f"model folder {folder} is incomplete",

@@ -37,7 +37,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}", f"it is not JSON ({error})", "download or copy the file again") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
         raise UserError(f"cannot read {path}", "it is not the configuration of a model",

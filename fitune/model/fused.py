@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fitune.model.linear import StepContext
+from fitune.model.tiled_mlp import tiled
 
 _aten = torch.ops.aten
 _MLP_SOURCE = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
@@ -32,7 +33,7 @@ def apply(model: nn.Module, context: StepContext) -> dict[str, int]:
             module.__dict__["forward"] = functools.partial(_norm_forward, module, kind, context)
             counts["norms"] += 1
         elif (activation := activation_of(module)) is not None and _has_mlp_source(cls):
-            module.__dict__["forward"] = functools.partial(_mlp_forward, module, activation)
+            module.__dict__["forward"] = functools.partial(_mlp_forward, module, activation, context)
             counts["mlps"] += 1
     return counts
 
@@ -82,7 +83,13 @@ def _has_mlp_source(cls: Any) -> bool:
     return _MLP_SOURCE in inspect.getsource(cls.forward)
 
 
-def _mlp_forward(module: Any, activation: str, x: torch.Tensor) -> torch.Tensor:
+def _mlp_forward(module: Any, activation: str, context: StepContext, x: torch.Tensor) -> torch.Tensor:
+    if context.mlp_tiles == 1:
+        return _whole_mlp(module, activation, x)
+    return tiled(functools.partial(_whole_mlp, module, activation), module, x, context)
+
+
+def _whole_mlp(module: Any, activation: str, x: torch.Tensor) -> torch.Tensor:
     return module.down_proj(_Gated.apply(module.gate_proj(x), module.up_proj(x), activation))
 
 

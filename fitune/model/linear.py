@@ -28,6 +28,9 @@ class StepContext:
         cu_seqlens: [num_docs + 1] int32 on the device, for packed rows.
         attention: flash | efficient | cpu | blockwise.
         scratch: buffer for unpacked weights and the loss's fp32 logits; None: they are allocated each time.
+        unneeded: the module whose output the running layer's backward pass does not read; its output is zeros.
+        watch: while a layer runs for its backward pass the first time, to find that module.
+        mlp_tiles: pieces of tokens in which a gated MLP of the running layer runs.
         on_cuda: the plan's device is a GPU, also while its step runs on meta: fused kernels stand for plain code.
     """
 
@@ -37,6 +40,34 @@ class StepContext:
     attention: str = "cpu"
     on_cuda: bool = False
     scratch: Scratch | None = None
+    mlp_tiles: int = 1
+    unneeded: object | None = None
+    watch: OutputWatch | None = None
+
+
+class OutputWatch:
+    """Finds the module in a layer whose output no backward pass reads: the last one, when autograd saves nothing after
+    it has run. (In most decoder layers that is the projection whose result is added to the residual stream.)"""
+
+    def __init__(self) -> None:
+        self.last: object | None = None
+        self._seen: list[object] = []
+        self._num_saved = 0
+
+    def passed(self, module: object) -> None:
+        """A module whose output can be left out has run, its own saving included."""
+        self.last, self._num_saved = module, 0
+        self._seen.append(module)
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
+        self._num_saved += 1
+        return tensor
+
+    def found(self) -> object | None:
+        """The module, None where there is none."""
+        is_last = self.last is not None and self._num_saved == 0 and sum(m is self.last for m in self._seen) == 1
+        return self.last if is_last else None
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -50,12 +81,14 @@ class _FrozenLinear(torch.autograd.Function):
         layer: BaseLinear,
         keys: torch.Tensor | None,
     ) -> torch.Tensor:
+        ctx.save_for_backward(x, lora_A, lora_B, keys)
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        if layer.context.unneeded is layer:
+            return x.new_zeros(*x.shape[:-1], layer.out_features)
         y = F.linear(x, layer.dense_weight(x.dtype), bias)  # not a view: some models add to it in place
         if lora_A is not None and lora_B is not None:
             xa_NR = layer.dropped(x.reshape(-1, x.shape[-1]), keys) @ lora_A.to(x.dtype).t()
             y.view(-1, y.shape[-1]).addmm_(xa_NR, lora_B.to(x.dtype).t(), alpha=layer.scaling)
-        ctx.save_for_backward(x, lora_A, lora_B, keys)
-        ctx.layer, ctx.has_bias = layer, bias is not None
         return y
 
     @staticmethod
@@ -161,7 +194,10 @@ class BaseLinear(nn.Module):
         # biases outside `lora_bias` are frozen and live in the compute dtype
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.magnitude is None:
-            return _FrozenLinear.apply(x, bias, self.lora_A, self.lora_B, self, keys)
+            y = _FrozenLinear.apply(x, bias, self.lora_A, self.lora_B, self, keys)
+            if self.context.watch is not None:
+                self.context.watch.passed(self)
+            return y
         y = _FrozenLinear.apply(x, None, self.lora_A, self.lora_B, self, keys)
         scale = (self.magnitude / self._row_norm(x.dtype)).to(x.dtype)
         return y * scale if bias is None else torch.addcmul(bias, y, scale)

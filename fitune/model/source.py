@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 RANDOM = "random:"
+# No model is larger; a configuration that says so would be built layer by layer until the memory is full.
+LARGEST = {"num_hidden_layers": 2_000, "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 26,
+           "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16}  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -177,11 +180,26 @@ def _folder(name: str, kind: str, path: Path, trust_remote_code: bool, weights: 
 
 def _from_config(name: str, kind: str, config: Path, trust_remote_code: bool, weights: bool) -> ModelSource:
     folder = config.parent
-    found = configs.from_values(name, configs.read(config), folder, trust_remote_code, weights)
+    values = configs.read(config)
+    _check_sizes(config, values)
+    found = configs.from_values(name, values, folder, trust_remote_code, weights)
     tokenizer = folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None
     kind, place = (kind, folder) if weights else ("shape", None)
     return ModelSource(name, kind, place, found.config, found.dtype, found.notes, tokenizer, found.full,
                        trust_remote_code)
+
+
+def _check_sizes(config: Path, values: dict[str, Any]) -> None:
+    """Raises UserError for a size that no model has: no number, none at all, or beyond `LARGEST`."""
+    text = values.get("text_config")
+    for part in (values, text if isinstance(text, dict) else {}):
+        for field_name, largest in LARGEST.items():
+            size = part.get(field_name)
+            if isinstance(size, list):  # one per layer: transformers checks it
+                continue
+            if size is not None and (type(size) is not int or not 1 <= size <= largest):
+                raise UserError(f"cannot use {config}", f"its {field_name} is {str(size)[:40]}",
+                                "download or copy the file again")
 
 
 def _gguf(name: str, kind: str, path: Path) -> ModelSource:
@@ -233,9 +251,9 @@ def _shape(name: str, hub: str, trust_remote_code: bool) -> ModelSource:
         try:
             config = hubs.fetch(name, hub, hubs.CONFIG_FILES) / "config.json"
         except UserError as error:
-            near = ", ".join(catalog.nearest(name))
+            near = catalog.hint(name, "the nearest models that need no network")
             raise UserError(error.what, f"{error.why}; it is not in the catalog either",
-                            f"{error.fix}; the nearest models that need no network: {near}", error.exit_code) from None
+                            f"{error.fix}; {near}", error.exit_code) from None
     if not config.is_file():
         raise UserError(f"{name} has no config.json", "it is not a transformers model", "check the model's page")
     # Its code is not here (only config.json is), so planning takes the nearest class even where code is allowed.
@@ -243,9 +261,8 @@ def _shape(name: str, hub: str, trust_remote_code: bool) -> ModelSource:
 
 
 def _unknown(name: str) -> UserError:
-    near = ", ".join(catalog.nearest(name))
     return UserError(f"unknown model {name!r}", "there is no such folder or file, and the catalog has no such name",
-                     f"give a folder, a GGUF file or a hub id (owner/name); the nearest names: {near}")
+                     f"give a folder, a GGUF file or a hub id (owner/name); {catalog.hint(name)}")
 
 
 def _random(name: str, hub: str, trust_remote_code: bool, seed: int) -> ModelSource:
@@ -253,9 +270,13 @@ def _random(name: str, hub: str, trust_remote_code: bool, seed: int) -> ModelSou
     if not inner:
         raise UserError(f"cannot use {name}", "no model is named after random:", "for example random:llama-3.1-8b")
     source = _local(inner, trust_remote_code, False) or _shape(inner, hub, trust_remote_code)
-    note = f"random weights with seed {seed}: for measuring and testing, not for use"
-    return dataclasses.replace(source, name=name, kind="random", path=None, notes=(*source.notes, note),
-                               full_config=None, seed=seed)
+    return dataclasses.replace(source, name=name, kind="random", path=None,
+                               notes=(*source.notes, random_note(seed)), full_config=None, seed=seed)
+
+
+def random_note(seed: int) -> str:
+    """What to say of a model with random weights."""
+    return f"random weights with seed {seed}: for measuring and testing, not for use"
 
 
 def _settled(source: ModelSource) -> ModelSource:

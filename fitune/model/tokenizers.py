@@ -44,7 +44,7 @@ def _from_folder(source: ModelSource) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(source.tokenizer_path), trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, IndexError, RecursionError) as error:
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"cannot read the tokenizer of {source.name}", why,
                         "check tokenizer.json and tokenizer_config.json, or download them again") from error

@@ -9,6 +9,13 @@ if TYPE_CHECKING:
     from fitune.train.loop import TrainResult as TrainResult
 
 
+def run_supervised(*args: Any, **kwargs: Any) -> TrainResult:
+    """See `fitune.train.apart.run_supervised`."""
+    from fitune.train.apart import run_supervised as apart
+
+    return apart(*args, **kwargs)
+
+
 def run(*args: Any, **kwargs: Any) -> TrainResult:
     """See `fitune.train.loop.run` (imported at the first call: it needs torch).
 

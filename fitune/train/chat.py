@@ -113,8 +113,8 @@ def _open_run(name: str) -> RunFolder:
     except UserError as error:
         if "/" in name or Path(name).exists():
             raise
-        near = ", ".join(catalog.nearest(name))
-        raise UserError(f"no run and no model is called {name!r}", error.why, f"{error.fix}; models: {near}") from None
+        raise UserError(f"no run and no model is called {name!r}", error.why,
+                        f"{error.fix}; {catalog.hint(name, 'models')}") from None  # fmt: skip
 
 
 def _of_model(name: str) -> _Parts:

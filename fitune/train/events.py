@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from fitune.errors import EXIT_FAILED, UserError
-from fitune.files import atomic_write, explained, file_error, try_lock
+from fitune.files import atomic_write, explained, file_error, parse_json, try_lock, write_out
 
 # Every kind of event (field `event`) and its fields. Each event also has `time`, seconds since 1970. Bytes are
 # integers; a field that is not known is null or left out; a number that is not finite (a loss of NaN) is null.
@@ -28,18 +28,20 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "phase": ("phase", "peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes"),
     "step": (
         "step", "loss", "tokens", "targets", "lr", "grad_norm", "step_s", "tokens_per_s", "peak_allocated_bytes",
-        "loss_scale",
+        "loss_scale", "skipped_rows",
     ),
     "eval": ("step", "eval_loss", "by_language", "seconds"),
     "sample": ("when", "language", "prompt", "answer"),
-    "checkpoint": ("step", "path", "seconds", "bytes"),
-    "replan": ("step", "number", "change", "cause"),
+    "checkpoint": ("step", "path", "seconds", "bytes", "blocked_s"),
+    "rehearsal": ("step", "phases", "seconds", "peak_allocated_bytes", "skipped"),
+    "replan": ("step", "number", "change", "cause", "where", "phase", "longest_row"),
+    "restart": ("step", "from_step", "cause", "exit_code", "where", "change"),
     "notice": ("text",),
     "end": ("status", "step", "seconds", "error"),
 }  # fmt: skip
 END_STATUSES = ("done", "interrupted", "terminated", "failed")
 _REWOUND = ("step", "eval", "checkpoint")
-_DURABLE = ("start", "checkpoint", "end")  # these also wait for the disk, so that a power cut keeps them
+_DURABLE = ("start", "checkpoint", "restart", "end")  # these also wait for the disk, so that a power cut keeps them
 _LOCK_TRIES, _LOCK_WAIT_S = 10, 0.05  # `fitune runs` holds a shared lock for a moment while it looks
 
 
@@ -64,10 +66,10 @@ class EventLog:
             UserError: the disk is full or gone; the file then still ends with the last whole event. Exit code 1.
         """
         assert event in EVENT_FIELDS, event
-        stored = {"event": event, "time": round(time.time(), 3)} | {k: _plain(v) for k, v in fields.items()}
+        stored = as_stored(event, fields)
         end = os.lseek(self._descriptor, 0, os.SEEK_END)
         try:
-            _write_all(self._descriptor, _line(stored))
+            write_out(self._descriptor, _line(stored))
             if event in _DURABLE:
                 os.fsync(self._descriptor)
         except OSError as error:
@@ -127,7 +129,12 @@ class EventLog:
         if whole < len(content):
             os.ftruncate(self._descriptor, whole)
         if whole and content[whole - 1 : whole] != b"\n":
-            _write_all(self._descriptor, b"\n")
+            write_out(self._descriptor, b"\n")
+
+
+def as_stored(event: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The event in JSON's types, with its kind and the time."""
+    return {"event": event, "time": round(time.time(), 3)} | {k: _plain(v) for k, v in fields.items()}
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -173,7 +180,7 @@ def _line(event: dict[str, Any]) -> bytes:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:  # not JSON, or not UTF-8
         return None
     return event if isinstance(event, dict) else None
@@ -184,12 +191,6 @@ def _whole_bytes(content: bytes) -> int:
     parses is whole even when its line feed is missing."""
     start = content.rfind(b"\n", 0, len(content) - 1) + 1
     return len(content) if _parse(content[start:]) is not None else start
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One run from its recipe to its adapter: plan, load, step after step, evaluate, save, report. See `run`."""
+"""One run from its recipe to its result: plan, train, and whatever happens an end that is told. See `run`."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from typing import TYPE_CHECKING, Any
 from fitune import plan as plans
 from fitune.data.readers import DEMO
 from fitune.errors import EXIT_DONE, EXIT_FAILED, UserError
+from fitune.parallel.world import Single
 from fitune.plan import Plan
 from fitune.recipe import Recipe
-from fitune.train import checkpoint
+from fitune.train import checkpoint, ranks, work
 from fitune.train import session as sessions
+from fitune.train.died import FRUGAL
 from fitune.train.events import EventLog
 from fitune.train.loggers import open_loggers
-from fitune.train.measure import Meter
-from fitune.train.recover import memory_failure, with_recovery
+from fitune.train.moved import plan_here
+from fitune.train.oom import PLACES, classify
+from fitune.train.recover import Agree, Restart, alone
 from fitune.train.report import write_report
-from fitune.train.result import TrainResult, eval_losses, finished_result, write_result
+from fitune.train.result import TrainResult, eval_losses, finished_result
 from fitune.train.run_folder import RunFolder
-from fitune.train.schedule import learning_rate
+from fitune.train.saver import Saver
 from fitune.train.signals import EXIT_CODES, Stopped, StopSignals
+from fitune.train.supervise import EXIT_RESTART
 
 if TYPE_CHECKING:
     from fitune.data.batches import MicroBatch, StepStream
     from fitune.data.records import Record
-    from fitune.engine.engine import Engine
 
-CHECKPOINTS_PER_RUN = 10
-EVALUATIONS_PER_RUN = 4
-SAMPLE_TOKENS = 96
 OnEvent = Callable[[dict[str, Any]], None]
+_HISTORY = ("data", "eval", "sample", "replan")  # kinds of events that the work looks back at
 
 
 @dataclass
 class Run:
-    """A run in progress; its parts are made in order by `run`."""
+    """A run in progress; its parts are made in order by `run`.
+
+    `agree` tells all ranks of a failure before any of them changes its plan (see `fitune.train.recover.alone`).
+    """
 
     recipe: Recipe
     plan: Plan
@@ -58,6 +62,17 @@ class Run:
     saved_step: int | None = None
     loss: float | None = None
     loggers: Sequence[Any] = ()
+    agree: Agree = alone
+    group: Single = field(default_factory=Single)  # the processes that train this run together
+    step_s: float | None = None  # of the last step
+    skipped: int = 0  # steps in a row that were left out
+    history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def saver(self) -> Saver:
+        if not self.group.is_leader:
+            return ranks.SilentSaver()  # type: ignore[return-value]
+        return Saver(self.folder.checkpoints_path, self.recipe.keep_checkpoints)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -67,50 +82,134 @@ class Run:
             digest.update(len(record).to_bytes(8, "little") + record.input_ids.tobytes() + record.labels.tobytes())
         return digest.hexdigest()
 
+    @functools.cached_property
+    def stream(self) -> StepStream:
+        """Which records make which step: a matter of the recipe alone, whatever the plan becomes."""
+        from fitune.data.batches import StepStream
+
+        grouped = not self.plan.packing
+        return StepStream(self.session.data.train, self.recipe.batch, self.recipe.seed, group_by_length=grouped)
+
+    def step_records(self, step: int | None = None) -> list[Record]:
+        """The records of an optimizer step, from 0 (default: the one in work)."""
+        _, positions = self.stream[self.step if step is None else step]
+        return [self.session.data.train[i] for i in positions]
+
+    def share(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Those of these records that this rank works on."""
+        if self.group.size == 1:
+            return records
+        from fitune.parallel.replicated import share_of
+
+        return share_of(records, self.group.rank, self.group.size)
+
+    def batches(self, records: Sequence[Record]) -> list[MicroBatch]:
+        """Micro-batches of these records as the plan in force has them."""
+        from fitune.data.batches import step_batches
+
+        tokenizer = self.session.tokenizer
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+        return step_batches(records, micro_batch=self.plan.micro_batch, packing=self.plan.packing,
+                            seq_len=self.plan.seq_len, pad_id=pad)  # fmt: skip
+
     def emit(self, event: str, **fields: Any) -> None:
         """Store an event, show it, hand it to the loggers."""
         stored = self.log.write(event, **fields)
+        if event in _HISTORY:
+            self.history.setdefault(event, []).append(stored)
         self.on_event(stored)
         for logger in self.loggers:
             logger.log(stored)
 
+    def load_history(self) -> None:
+        """Read what the run's sessions so far have recorded."""
+        self.history = {}
+        for event in self.folder.events() if self.group.is_leader else []:
+            if event.get("event") in _HISTORY:
+                self.history.setdefault(event["event"], []).append(event)
+        self.history = self.group.share(self.history)
+
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        """The run's events of a kind (one of those it looks back at), the oldest first."""
+        assert kind in _HISTORY, kind
+        return self.history.get(kind, [])
+
+    def has_event(self, kind: str, *, step: int) -> bool:
+        return any(event.get("step") == step for event in self.events_of(kind))
+
 
 def run(
-    recipe: Recipe, *, resume: Path | None = None, on_event: OnEvent | None = None, lang: str = "en"
-) -> TrainResult:
+    recipe: Recipe, *, resume: Path | None = None, on_event: OnEvent | None = None, lang: str = "en",
+    supervised: bool = False,
+) -> TrainResult:  # fmt: skip
     """Train as the recipe says; with `resume`, go on with that run exactly where its last checkpoint is.
 
     Args:
-        on_event: called with every event, and first with {"event": "plan", ...} (not stored: it is plan.json).
+        on_event: called with every event, and before them with {"event": "folder", ...} and {"event": "plan", ...}
+            (neither is stored: the second is plan.json).
         lang: language of report.html, en or zh.
+        supervised: another process starts this one again when it ends with `EXIT_RESTART`.
 
     Raises:
         UserError: bad input (2), nothing fits (3), failure during the work (1, the last checkpoint named).
     """
-    show = on_event or (lambda event: None)
+    with ranks.joined(recipe) as (group, own):
+        show = on_event if on_event is not None and group.is_leader else _nobody
+        return _run(own, group, resume, show, lang, supervised)
+
+
+def _nobody(event: dict[str, Any]) -> None:
+    """Who is shown the events of a run that nobody watches."""
+
+
+def _run(
+    recipe: Recipe, group: Single, resume: Path | None, show: OnEvent, lang: str, supervised: bool
+) -> TrainResult:  # fmt: skip
+    if resume is None and group.restarted and recipe.out and (Path(recipe.out) / "plan.json").is_file():
+        resume = Path(recipe.out)  # the same command again, after a failure or a preemption
     if resume is None:
-        active = _start(recipe, show)
+        active = _start(recipe, group, show)
     else:
-        folder = RunFolder.open_existing(resume)
+        with group.leader_first():
+            folder = RunFolder.open_existing(resume)
+        show({"event": "folder", "run_folder": str(folder.path)})
         finished = finished_result(folder)
         if finished is not None:
             show({"event": "notice", "text": f"{folder.path} is finished already: nothing is left to train"})
             return finished
-        active = _reopen(recipe, folder, show)
+        active = _reopen(recipe, group, folder, show)
     # Until here a Ctrl-C ends the program as always: a new run has left nothing, an old one is as it was.
     with active.stop, active.log, _loggers(active, is_new=resume is None):
-        return _guarded(active, resumed=resume is not None, lang=lang)
+        return _guarded(active, resumed=resume is not None, lang=lang, supervised=supervised)
 
 
-def _start(recipe: Recipe, show: OnEvent) -> Run:
+def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
     sessions.check_machine(recipe)
-    session = sessions.open_session(recipe)
-    result = sessions.plan_session(session)
-    plan = sessions.require_fit(result)
-    out = Path(recipe.out) if recipe.out else None
-    folder = RunFolder.create(out, recipe.model, _with_whole_paths(recipe).to_yaml(), plan.to_json())
-    show({"event": "plan", "run_folder": str(folder.path), **result.as_dict()})
-    return Run(recipe, plan, folder, EventLog(folder.events_path), session, show, _count_steps(recipe, session))
+    ranks.check(recipe, group.size)
+    with group.leader_first():
+        session = sessions.open_session(recipe)
+    made = None
+    if group.is_leader:
+        result = ranks.plan_for(session, group)
+        plan = sessions.require_fit(result)
+        out = Path(recipe.out) if recipe.out else None
+        created = RunFolder.create(out, recipe.model, _with_whole_paths(recipe).to_yaml(), plan.to_json())
+        show({"event": "folder", "run_folder": str(created.path)})
+        show({"event": "plan", "run_folder": str(created.path), **result.as_dict()})
+        made = plan, created.path.resolve() if group.size > 1 else created.path
+    plan, path = group.share(made)  # type: ignore[misc]
+    return _active(recipe, plan, group, RunFolder(path), session, show)
+
+
+def _active(
+    recipe: Recipe, plan: Plan, group: Single, folder: RunFolder, session: sessions.Session, show: OnEvent
+) -> Run:  # fmt: skip
+    num_steps = _count_steps(recipe, session)
+    if group.size == 1:
+        return Run(recipe, plan, folder, EventLog(folder.events_path), session, show, num_steps)
+    log = EventLog(folder.events_path) if group.is_leader else ranks.SilentLog(folder.events_path)
+    return Run(recipe, plan, folder, log, session, show, num_steps, stop=ranks.SharedStop(group),
+               agree=ranks.Agreement(group), group=group)  # fmt: skip
 
 
 def _with_whole_paths(recipe: Recipe) -> Recipe:
@@ -124,12 +223,22 @@ def _with_whole_paths(recipe: Recipe) -> Recipe:
     return recipe.with_(**changes)
 
 
-def _reopen(recipe: Recipe, folder: RunFolder, show: OnEvent) -> Run:
+def _reopen(recipe: Recipe, group: Single, folder: RunFolder, show: OnEvent) -> Run:
     plan = plans.from_json(folder.current_plan_path.read_text(encoding="utf-8"))
     saved = checkpoint.load_latest(folder.checkpoints_path, with_tensors=False)
     date = saved.values.get("date") if saved is not None else None
-    session = sessions.open_session(recipe, date=datetime.date.fromisoformat(date) if date else None)
-    return Run(recipe, plan, folder, EventLog(folder.events_path), session, show, _count_steps(recipe, session))
+    ranks.check(recipe, group.size)
+    with group.leader_first():
+        session = sessions.open_session(recipe, date=datetime.date.fromisoformat(date) if date else None)
+    active = _active(recipe, plan, group, folder, session, show)
+    active.load_history()
+    active.saver.frugal = any(event.get("change") == FRUGAL for event in active.events_of("replan"))
+    try:
+        plan_here(active)
+    except BaseException:
+        active.log.close()
+        raise
+    return active
 
 
 def _count_steps(recipe: Recipe, session: sessions.Session) -> int:
@@ -140,7 +249,7 @@ def _count_steps(recipe: Recipe, session: sessions.Session) -> int:
 @contextmanager
 def _loggers(active: Run, is_new: bool) -> Iterator[None]:
     try:
-        active.loggers = open_loggers(active.recipe.log_to, active.folder)
+        active.loggers = open_loggers(active.recipe.log_to if active.group.is_leader else [], active.folder)
     except UserError:
         if is_new:  # nothing has happened yet: leave nothing behind
             _discard(active)
@@ -160,30 +269,28 @@ def _discard(active: Run) -> None:
         active.folder.path.rmdir()
 
 
-def _guarded(active: Run, *, resumed: bool, lang: str) -> TrainResult:
+def _guarded(active: Run, *, resumed: bool, lang: str, supervised: bool) -> TrainResult:
     """Run, and whatever happens leave an `end` event and a report."""
     try:
-        status, error = _train(active, resumed), None
+        status, error = work.train(active, resumed), None
     except Stopped as stopped:
         status, error = stopped.status, None
     except KeyboardInterrupt:
         status, error = "interrupted", None
+    except Restart as wanted:
+        if supervised:  # the one who starts the next process tells of it
+            raise UserError(_broken(wanted), wanted.failure.line, "", EXIT_RESTART) from wanted
+        raise _failed(active, UserError(_broken(wanted), wanted.failure.line, "", EXIT_FAILED), lang) from wanted
     except UserError as problem:
-        _end(active, "failed", problem.what)
-        _write_report(active, lang)
-        fix = _with_checkpoint(active, problem.fix)
-        raise UserError(problem.what, problem.why, fix, problem.exit_code) from problem
+        raise _failed(active, problem, lang) from problem
     except Exception as problem:
         line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        if classify(problem):
+            words = UserError(f"out of memory at step {active.step + 1}", line,
+                              "use a smaller --micro-batch or --vram", EXIT_FAILED)  # fmt: skip
+            raise _failed(active, words, lang) from problem
         _end(active, "failed", line)
         _write_report(active, lang)
-        if memory_failure(problem):
-            raise UserError(
-                f"out of memory at step {active.step + 1}",
-                line,
-                _with_checkpoint(active, "use a smaller --micro-batch or --vram"),
-                EXIT_FAILED,
-            ) from problem
         raise
     _end(active, status, error)
     _write_report(active, lang)
@@ -192,11 +299,25 @@ def _guarded(active: Run, *, resumed: bool, lang: str) -> TrainResult:
     return TrainResult(active.folder.path, status, code, active.step, active.loss, before, after)
 
 
+def _broken(wanted: Restart) -> str:
+    return f"out of {PLACES[wanted.failure.where]}, and this process cannot go on with the device"
+
+
+def _failed(active: Run, problem: UserError, lang: str) -> UserError:
+    """Tell the end, and the same problem with the last checkpoint named."""
+    with suppress(UserError):  # a checkpoint in the background: its failure is not the one to tell now
+        work.report_saved(active, active.saver.wait())
+    _end(active, "failed", problem.what)
+    _write_report(active, lang)
+    return UserError(problem.what, problem.why, _with_checkpoint(active, problem.fix), problem.exit_code)
+
+
 def _with_checkpoint(active: Run, fix: str) -> str:
     found = checkpoint.steps(active.folder.checkpoints_path)
     if not found:
         return fix
-    return f"{fix}; the last checkpoint is at step {found[-1]}: fitune train --resume {active.folder.argument}"
+    words = f"the last checkpoint is at step {found[-1]}: fitune train --resume {active.folder.argument}"
+    return f"{fix}; {words}" if fix else words
 
 
 def _end(active: Run, status: str, error: str | None) -> None:
@@ -208,256 +329,9 @@ def _end(active: Run, status: str, error: str | None) -> None:
 
 
 def _write_report(active: Run, lang: str) -> None:
+    if not active.group.is_leader:
+        return
     try:
         write_report(active.folder, lang)
     except UserError as problem:  # the disk may be what ended the run; its events are safe
         active.on_event({"event": "notice", "text": str(problem)})
-
-
-def _train(active: Run, resumed: bool) -> str:
-    meter = Meter(active.plan.device)
-    if not any(e.get("event") == "data" for e in active.folder.events()):
-        _emit_data(active)
-    built = sessions.load_model(active.session, active.plan, on_weight=lambda name: active.stop.check())
-    loaded = meter.peaks()
-    engine = sessions.make_engine(built, active.plan)
-    if resumed:
-        _restore(active, engine)
-    _emit_start(active, engine, resumed)  # before the other events of a resumed run: loggers look for it
-    active.emit("phase", phase="load", **loaded)
-    stream = _stream(active)
-    pending = _save_every(active), _eval_every(active)
-    if active.step == 0:
-        _before_first_step(active, engine, meter)
-    first = True
-    while active.step < active.num_steps:
-        if active.stop.requested is not None:
-            if active.saved_step != active.step:
-                _save(active, engine, meter)
-            return active.stop.requested
-        _step(active, engine, stream, meter, first)
-        first = False
-        done = active.step == active.num_steps
-        if active.step % pending[1] == 0 or done:
-            _evaluate(active, engine, meter)
-        if active.step % pending[0] == 0 or done:
-            _save(active, engine, meter)
-    _samples(active, engine, "after")
-    write_result(active.folder, active.session, active.plan, engine)
-    return "done"
-
-
-def _emit_data(active: Run) -> None:
-    data = active.session.data
-    active.emit(
-        "data",
-        layout=data.layout.line(),
-        template=data.template.line() if data.template else None,
-        lengths=_lengths(data.report),
-        truncated=data.report.truncated,
-        dropped={reason: len(rows) for reason, rows in data.report.dropped.items()},
-    )
-    for note in data.notes:
-        active.emit("notice", text=note)
-
-
-def _before_first_step(active: Run, engine: Engine, meter: Meter) -> None:
-    """Loss and samples of the model as it came, unless a session that was cut off has recorded them."""
-    if not any(e.get("event") == "eval" for e in active.folder.events()):
-        _evaluate(active, engine, meter)
-    _samples(active, engine, "before")
-
-
-def _lengths(report: Any) -> dict[str, Any]:
-    return {
-        "median": report.median_tokens,
-        "p95": report.p95_tokens,
-        "longest": report.longest_tokens,
-        "longest_record": report.longest_row + 1,
-        "records": report.num_records,
-        "tokens": report.total_tokens,
-        "loss_tokens": report.loss_tokens,
-        "duplicates": report.duplicates,
-    }
-
-
-def _emit_start(active: Run, engine: Engine, resumed: bool) -> None:
-    import torch
-    import transformers
-
-    from fitune import __version__
-
-    built = engine.built
-    trainable = sum(p.numel() for p in engine.masters.parameters())
-    adapter = trainable if active.plan.method == "lora" else 0
-    active.emit(
-        "start",
-        fitune_version=__version__,
-        torch_version=torch.__version__,
-        transformers_version=transformers.__version__,
-        device_name=active.plan.device_name,
-        trainable=trainable,
-        total=built.num_parameters() + adapter,
-        steps=active.num_steps,
-        resumed_from=active.step if resumed else None,
-    )
-    for note in built.notes:
-        active.emit("notice", text=note)
-
-
-def _restore(active: Run, engine: Engine) -> None:
-    saved = checkpoint.load_latest(active.folder.checkpoints_path)
-    if saved is not None:
-        if saved.values.get("data") not in (None, active.fingerprint):
-            raise UserError(
-                "cannot resume this run: its data is not what it was",
-                "the tokens of the training records differ from those the run was started with",
-                "put the data file (and the model's tokenizer) back as it was, or start a new run",
-            )
-        engine.load_state(saved.tensors, saved.values)
-        active.step = active.saved_step = saved.step
-    dropped = active.log.rewind(active.step)
-    if dropped:
-        active.on_event({"event": "notice", "text": f"{dropped} events after step {active.step} are replayed"})
-
-
-def _stream(active: Run) -> StepStream:
-    from fitune.data.batches import StepStream
-
-    return StepStream(
-        active.session.data.train, active.recipe.batch, active.recipe.seed, group_by_length=not active.plan.packing
-    )
-
-
-def _batches(active: Run, records: Sequence[Record]) -> list[MicroBatch]:
-    from fitune.data.batches import step_batches
-
-    tokenizer = active.session.tokenizer
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    return step_batches(
-        records,
-        micro_batch=active.plan.micro_batch,
-        packing=active.plan.packing,
-        seq_len=active.plan.seq_len,
-        pad_id=pad,
-    )
-
-
-def _step(active: Run, engine: Engine, stream: StepStream, meter: Meter, first: bool) -> None:
-    started = time.perf_counter()
-    train = active.session.data.train
-    _, positions = stream[active.step]
-    lr = learning_rate(
-        active.step,
-        peak=active.plan.lr,
-        schedule=active.plan.schedule,
-        warmup=active.plan.warmup,
-        num_steps=active.num_steps,
-    )
-    meter.reset()
-    records = [train[i] for i in positions]
-    result = with_recovery(active, engine, lambda: engine.step(_batches(active, records), step=active.step, lr=lr))
-    seconds = time.perf_counter() - started
-    active.step += 1
-    active.loss = result.loss
-    peaks = meter.peaks()
-    scale = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
-    active.emit(
-        "step",
-        step=active.step,
-        loss=result.loss,
-        tokens=result.num_tokens,
-        targets=result.num_targets,
-        lr=lr,
-        grad_norm=result.grad_norm,
-        step_s=seconds,
-        tokens_per_s=result.num_tokens / seconds,
-        peak_allocated_bytes=peaks["peak_allocated_bytes"],
-        **scale,
-    )
-    if first or meter.is_higher("step", peaks):
-        active.emit("phase", phase="first_step" if first else "step", **peaks)
-
-
-def _evaluate(active: Run, engine: Engine, meter: Meter) -> None:
-    """Mean loss over all held-out target tokens, and per language where the data names one."""
-    records = active.session.data.eval
-    if not records:
-        return
-    started = time.perf_counter()
-    meter.reset()
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(str(record.meta.get("language") or ""), []).append(record)
-    sums = {}
-    for language, members in groups.items():
-        chunks = [members[i : i + active.plan.batch] for i in range(0, len(members), active.plan.batch)]
-        sums[language] = with_recovery(active, engine, functools.partial(_losses, active, engine, chunks))
-    total, count = (sum(column) for column in zip(*sums.values(), strict=True))
-    by_language = {k: loss / max(n, 1) for k, (loss, n) in sums.items() if k}
-    active.emit(
-        "eval",
-        step=active.step,
-        eval_loss=total / max(count, 1),
-        by_language=by_language,
-        seconds=time.perf_counter() - started,
-    )
-    peaks = meter.peaks()
-    if meter.is_higher("eval", peaks):
-        active.emit("phase", phase="eval", **peaks)
-
-
-def _losses(active: Run, engine: Engine, chunks: Sequence[Sequence[Record]]) -> tuple[float, int]:
-    return engine.evaluate([batch for chunk in chunks for batch in _batches(active, chunk)])
-
-
-def _samples(active: Run, engine: Engine, when: str) -> None:
-    """One held-out prompt per language, answered greedily."""
-    from fitune.train.sampling import answer
-
-    shown = {
-        str(e.get("language") or "")
-        for e in active.folder.events()
-        if e.get("event") == "sample" and e.get("when") == when
-    }
-    for record in active.session.data.eval:
-        language = str(record.meta.get("language") or "")
-        labelled = [i for i, label in enumerate(record.labels) if label != -100]
-        if language in shown or not labelled or labelled[0] == 0 or active.stop.requested is not None:
-            continue
-        shown.add(language)
-        ids = [int(i) for i in record.input_ids[: labelled[0]]]
-        prompt = record.meta.get("prompt") or active.session.tokenizer.decode(ids, skip_special_tokens=True)
-        text = answer(engine.built, active.session.tokenizer, ids, max_tokens=SAMPLE_TOKENS)
-        active.emit("sample", when=when, language=language or None, prompt=prompt, answer=text)
-
-
-def _save_every(active: Run) -> int:
-    return active.recipe.save_every or max(1, active.num_steps // CHECKPOINTS_PER_RUN)
-
-
-def _eval_every(active: Run) -> int:
-    return active.recipe.eval_every or max(1, active.num_steps // EVALUATIONS_PER_RUN)
-
-
-def _save(active: Run, engine: Engine, meter: Meter) -> None:
-    started = time.perf_counter()
-    meter.reset()
-    tensors, values = engine.state()
-    template = active.session.data.template
-    date = template.date.isoformat() if template is not None and template.date is not None else None
-    values |= {"data": active.fingerprint, "date": date}
-    path, size = checkpoint.save(
-        active.folder.checkpoints_path, active.step, tensors, values, active.recipe.keep_checkpoints
-    )
-    active.saved_step = active.step
-    active.emit(
-        "checkpoint",
-        step=active.step,
-        path=str(path.relative_to(active.folder.path)),
-        seconds=time.perf_counter() - started,
-        bytes=size,
-    )
-    peaks = meter.peaks()
-    if meter.is_higher("save", peaks):
-        active.emit("phase", phase="save", **peaks)

@@ -2,92 +2,268 @@
 work runs again.
 
 Nothing of a step is applied before its update, masks come from counters and the order of records from the seed, so the
-same step can be run again from its start. A failure inside the optimizer's update is not replayed (some parameters may
-have been changed): the run ends and names its last checkpoint, from which it resumes.
+same step can be run again from its start: gradients are dropped, torch's random generators and the loss scale go back.
+A failure inside the optimizer's update leaves the state half written: the run then goes on from its last checkpoint, in
+the same process. Where the device itself cannot be used any more, only a new process can (`fitune.train.supervise`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fitune.errors import EXIT_DOES_NOT_FIT, UserError
 from fitune.files import atomic_write
+from fitune.train.died import FIXABLE, FRUGAL, UNCHANGED
+from fitune.train.oom import HOST, PEER, PINNED, PLACES, MemoryFailure, classify
+from fitune.train.ranks import STOP, PeerGaveUp, given_up
+from fitune.train.signals import StepGivenUp
 
 if TYPE_CHECKING:
+    import torch
+
     from fitune.engine.engine import Engine
+    from fitune.plan import Plan
     from fitune.train.loop import Run
 
 Result = TypeVar("Result")
-
-# How libraries word it when they do not raise torch.OutOfMemoryError (lower case). Sources: torch's c10 and aten; the
-# status names of cuBLAS, cuDNN and NCCL.
-_DEVICE_WORDS = (
-    "cuda out of memory", "hip out of memory", "cuda error: out of memory", "hip error: out of memory",
-    "cublas_status_alloc_failed", "cudnn_status_alloc_failed", "nccl error: out of memory",
-)  # fmt: skip
-_HOST_WORDS = ("defaultcpuallocator", "not enough memory: you tried to allocate", "cannot allocate memory")
+Agree = Callable[[MemoryFailure | None], MemoryFailure | None]
+# Changes that the engine obeys from the next step on; all others need the model to be built again.
+_MUCH = 0.2  # of a card: a driver that refuses memory while so much is free was not asked for the card's
+_IN_PLACE = frozenset({"micro_batch", "recompute_layers", "loss_chunk"})
 
 
-def memory_failure(problem: BaseException) -> str | None:
-    """ "device" or "host" when an exception means that memory ran out there, else None."""
-    import torch
+class Restart(Exception):
+    """The run has to be built again and go on from its last state.
 
-    words = str(problem).lower()
-    if isinstance(problem, torch.OutOfMemoryError) or any(w in words for w in _DEVICE_WORDS):
-        return "device"
-    if isinstance(problem, MemoryError) or (isinstance(problem, (RuntimeError, OSError)) and
-                                            any(w in words for w in _HOST_WORDS)):  # fmt: skip
-        return "host"
-    return None
+    Attributes:
+        is_whole: what is in memory is the state after the last step: it can be saved first.
+        fatal: not in this process.
+    """
+
+    def __init__(self, failure: MemoryFailure, *, is_whole: bool, fatal: bool = False):
+        self.failure, self.is_whole, self.fatal = failure, is_whole, fatal
+        super().__init__(failure.line)
 
 
-def with_recovery(active: Run, engine: Engine, work: Callable[[], Result]) -> Result:
+class PeerFailed(Exception):
+    """Another rank ran out of memory: this one drops the same step."""
+
+    def __init__(self, failure: MemoryFailure):
+        self.failure = failure
+        super().__init__(failure.line)
+
+
+def alone(failure: MemoryFailure | None) -> MemoryFailure | None:
+    """What a run of one process agrees on: its own failure, or none. With several ranks a function takes its place that
+    tells every rank the first failure of any. Each rank calls it before an update and after a piece of work (a step, an
+    evaluation), or once when it has failed instead: so none waits in a collective for one that has given up."""
+    return failure
+
+
+def with_recovery(active: Run, engine: Engine, work: Callable[[], Result], *, phase: str = "step") -> Result:
     """`work()`, run again with the next notch of the plan each time it runs out of memory.
+
+    Args:
+        phase: ``step`` or ``eval``: which notches can help.
 
     Raises:
         UserError: no notch is left (exit code 3).
+        Restart: the work cannot be repeated on what is in memory.
     """
     while True:
+        marks, updates = Marks(engine), engine.updates
         try:
-            return work()
-        except (RuntimeError, MemoryError) as problem:
-            kind = memory_failure(problem)
-            if kind is None or engine.updating:
+            result = work()
+            told = active.agree(None)  # another rank may have failed in its update
+            if told is None:
+                return result
+            failure = told
+        except PeerFailed as told_before:
+            failure = told_before.failure
+        except PeerGaveUp:
+            raise
+        except StepGivenUp:
+            _vote(active, engine, given_up())
+            raise
+        except (RuntimeError, MemoryError, OSError) as problem:
+            found = classify(problem)
+            if found is None:
                 raise
-            line = next(iter(str(problem).splitlines()), type(problem).__name__)
+            failure = _vote(active, engine, located(found, engine.plan, engine.built.device))
+        if failure.where == STOP:
+            raise PeerGaveUp
         # outside the handler: the exception's frames held the step's tensors
-        _free(engine)
-        _replan(active, engine, kind, line)
+        half_written = engine.updating or engine.updates != updates
+        alive = free(engine)
+        if failure.where == PEER:
+            raise Restart(failure, is_whole=False, fatal=True)
+        plan = replan(active, failure, phase)
+        if failure.fatal or not alive:
+            raise Restart(failure, is_whole=False, fatal=True)
+        if half_written or not _is_in_place(engine.plan, plan):
+            raise Restart(failure, is_whole=not half_written)
+        if plan.loss_chunk != engine.plan.loss_chunk:
+            _smaller_scratch(engine, plan.loss_chunk)
+        engine.plan = plan
+        marks.restore(engine)
 
 
-def _free(engine: Engine) -> None:
+def located(failure: MemoryFailure, plan: Plan, device: Any) -> MemoryFailure:
+    """The failure with the memory that it really is about: the driver's bare "out of memory" while much of the card is
+    free comes from pinned host memory, which WSL 2 caps far below the RAM."""
+    if failure.source != "driver" or device.type != "cuda" or not (plan.stream_from == "pinned" or plan.offload_inputs):
+        return failure
+    import torch
+
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device does not answer any more: `free` finds that out
+        return failure
+    return dataclasses.replace(failure, where=PINNED) if free > _MUCH * total else failure
+
+
+def _vote(active: Run, engine: Engine, failure: MemoryFailure) -> MemoryFailure:
+    """Tell the other ranks; what all agree on. What they still do together in this step is done first."""
+    try:
+        engine.ranks.drain()
+    except (RuntimeError, MemoryError):  # no way to meet the others again but in new processes
+        return dataclasses.replace(failure, fatal=True)
+    return active.agree(failure) or failure
+
+
+def before_update(active: Run, part: str) -> None:
+    """Called at the start of each part of a step: the ranks agree that none has failed before any changes a weight."""
+    if part == "optimizer":
+        told = active.agree(None)
+        if told is not None:
+            raise PeerGaveUp if told.where == STOP else PeerFailed(told)
+
+
+class Marks:
+    """What a step changes besides gradients: torch's random generators and the loss scale."""
+
+    def __init__(self, engine: Engine):
+        self.generators = generators(engine.built.device)
+        self.scale = engine.scaler.scale, engine.scaler.good_steps
+
+    def restore(self, engine: Engine) -> None:
+        set_generators(engine.built.device, self.generators)
+        engine.scaler.scale, engine.scaler.good_steps = self.scale
+
+
+def seed(number: int) -> None:
+    """Seed torch's random generators on all devices."""
+    import torch
+
+    torch.manual_seed(number)
+
+
+def generators(device: Any) -> dict[str, torch.Tensor]:
+    """The state of torch's random generators by device, uint8 tensors on the CPU."""
+    import torch
+
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generators(device: Any, states: dict[str, torch.Tensor]) -> None:
+    """Inverse of `generators`; states of a kind of device that is not in use are left out."""
+    import torch
+
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def free(engine: Engine) -> bool:
+    """Drop the gradients and give cached memory back. False: the device does not answer any more."""
     engine.abandon()
+    return give_back(engine.built.device)
+
+
+def give_back(device: Any) -> bool:
+    """Collect garbage and give cached memory back to the driver. False: the device does not answer any more."""
     gc.collect()
-    if engine.built.device.type == "cuda":
-        import torch
+    if device.type != "cuda":
+        return True
+    import torch
 
+    try:
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        return bool(torch.ones(1, device=device).item() == 1)
+    except RuntimeError:  # AcceleratorError is one: the context is lost
+        return False
 
 
-def _replan(active: Run, engine: Engine, kind: str, line: str) -> None:
+def _is_in_place(old: Plan, new: Plan) -> bool:
+    before, after = old.as_dict(), new.as_dict()
+    return {name for name, value in after.items() if value != before[name]} <= _IN_PLACE
+
+
+def _smaller_scratch(engine: Engine, loss_chunk: int) -> None:
+    """The loss tail's buffer for a smaller chunk; the old one goes first."""
+    from fitune.model.build import make_scratch
+
+    engine.built.context.scratch = None
+    engine.built.context.scratch = make_scratch(engine.built, loss_chunk)
+
+
+def replan(active: Run, failure: MemoryFailure, phase: str) -> Plan:
+    """Take the next notch: stored beside the plan, told, and in force.
+
+    Raises:
+        UserError: none is left (exit code 3).
+    """
     from fitune.planner.notch import next_notch
 
-    names = ("micro_batch", "recompute", "loss_chunk")
-    fixed = frozenset(n for n in names if getattr(active.recipe, n) not in (None, "auto"))
-    found = next_notch(active.plan, fixed)
+    fixed = frozenset(n for n in FIXABLE if getattr(active.recipe, n) not in (None, "auto"))
+    where = failure.where if failure.where in (HOST, PINNED) else "device"
+    found = next_notch(active.plan, fixed, where=where, phase=phase)
+    if found is None and where == PINNED:
+        found = next_notch(active.plan, fixed, phase=phase)
+    if found is None and where == HOST and not active.saver.frugal:
+        active.saver.frugal = True
+        found = active.plan, FRUGAL
+    if found is None and failure.fatal and where == "device":
+        found = active.plan, UNCHANGED  # a new process may find what this one's remains took
     if found is None:
-        where = "GPU" if kind == "device" else "host"
+        place = "GPU" if where == "device" else "host"
         raise UserError(
-            f"out of {where} memory at step {active.step + 1}, and nothing is left to change",
-            line,
+            f"out of {place} memory at step {active.step + 1}, and nothing is left to change",
+            failure.line,
             "use a shorter --seq-len, a quantised base (--method qlora), or a card with more memory",
             EXIT_DOES_NOT_FIT,
         )
     plan, change = found
-    active.plan = engine.plan = plan
+    number = store_plan(active, plan)
+    longest = _longest(active) if phase == "step" else None
+    active.emit("replan", step=active.step + 1, number=number, change=change, cause=failure.line, where=failure.where,
+                phase=phase, longest_row=longest)  # fmt: skip
+    what = f"step {active.step + 1}" if phase == "step" else {"eval": "an evaluation", "load": "loading"}[phase]
+    active.emit("notice", text=f"{what} ran out of {PLACES[failure.where]}: {change}, and it runs again")
+    return plan
+
+
+def store_plan(active: Run, plan: Plan) -> int:
+    """Write the plan that is in force from now on beside the first one; its number."""
     number = len(list(active.folder.path.glob("plan.*.json"))) + 1
-    atomic_write(active.folder.path / f"plan.{number}.json", plan.to_json())
-    active.emit("replan", step=active.step + 1, number=number, change=change, cause=line)
-    active.emit("notice", text=f"step {active.step + 1} ran out of {kind} memory: {change}, and it runs again")
+    if active.group.is_leader:
+        atomic_write(active.folder.path / f"plan.{number}.json", plan.to_json())
+    active.plan = plan
+    return number
+
+
+def _longest(active: Run) -> int | None:
+    """The row (from 1) of the longest record of the step in work."""
+    with contextlib.suppress(IndexError):
+        records = active.step_records()
+        return int(max(records, key=len).source_row) + 1 if records else None
+    return None

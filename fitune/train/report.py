@@ -199,6 +199,8 @@ def _calls(view: _View) -> str:
         error = view.of("end")[-1].get("error") if info.status == "failed" else None
         body = f"<p>{escape(text)}</p>" + (f"<pre>{escape(str(error))}</pre>" if error else "")
         calls.append((_BADGES.get(info.status, "bad"), body))
+    if info.recovered:
+        calls.append(("good", f"<p>{escape(words('recovered', story=info.recovered))}</p>"))
     broken = [step for step, event in view.steps.items() if number(event.get("loss")) is None]
     if broken:
         text = words("not_finite", count=len(broken), total=len(view.steps), step=broken[0])

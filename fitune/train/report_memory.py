@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from fitune.memory.groups import group_of, grouped, legend, name_of
 from fitune.train.report_text import Words
 from fitune.train.run_folder import number
 from fitune.units import format_bytes
@@ -64,12 +65,58 @@ def memory_section(plan: dict[str, Any], events: list[dict[str, Any]], words: Wo
     if budget is not None:
         text += f" {escape(words('budget_text', budget=format_bytes(budget)))}"
     return (
-        f"{text}</p>{_bars(phases, field, predicted, measured, budget, words)}"
+        f"{text}</p>{owners_chart(plan, words)}{_bars(phases, field, predicted, measured, budget, words)}"
         f"{_table(phases, (field,), predicted, measured, words)}"
         f'<p class="note">{escape(words("difference_text"))}</p>'
         f"<details><summary>{escape(words('all_memory'))}</summary>"
         f"{_table(phases, FIELDS, predicted, measured, words)}</details>"
     )
+
+
+def owners_chart(plan: dict[str, Any], words: Words) -> str:
+    """Predicted bytes of each phase by owner, as stacked bars with the budget; nothing where the plan does not say."""
+    predicted = plan.get("predicted")
+    phases = predicted.get("phases") if isinstance(predicted, dict) else None
+    device = "host" if plan.get("device") == "cpu" else "device"
+    rows = []
+    for name in PHASES:
+        found = phases.get(name) if isinstance(phases, dict) else None
+        owners = found.get(device) if isinstance(found, dict) else None
+        if isinstance(owners, dict) and owners:
+            rows.append((name, {str(k): int(v) for k, v in owners.items() if isinstance(v, int)}))
+    if not rows:
+        return ""
+    most = max(sum(owners.values()) for _, owners in rows)
+    budget = number(plan.get("budget_bytes"))
+    shown_limit = budget if budget is not None and budget <= 3 * most else None
+    whole = max(most, shown_limit or 0.0) / _WIDEST
+    limit = "" if shown_limit is None else f'<b class="limit" style="left:{shown_limit / whole * 100:.2f}%"></b>'
+    bars = ""
+    for name, owners in rows:
+        total = format_bytes(sum(owners.values()))
+        bars += (
+            f'<div class="phase">{escape(words.known(name, "phase_"))}</div><div class="track"><div class="bar">'
+            f"{_segments(owners, whole, plan, words)}<span>{total}</span></div>{limit}</div>"
+        )
+    keys = {key for _, owners in rows for key in grouped(owners)}
+    swatches = "".join(
+        f'<li><i class="swatch" style="background:{group.fill}"></i>{escape(name)}</li>'
+        for group, name in legend(keys, plan, words.lang)
+    )
+    title = escape(words("predicted_owners"))
+    return (
+        f'<figure class="chart owners"><figcaption><span class="chart-title">{title}</span>'
+        f'<ul class="legend">{swatches}</ul></figcaption><div class="bars">{bars}</div></figure>'
+    )
+
+
+def _segments(owners: dict[str, int], whole: float, plan: dict[str, Any], words: Words) -> str:
+    parts = []
+    for key, size in grouped(owners).items():
+        title = escape(f"{name_of(key, plan, words.lang)}: {format_bytes(size)}", quote=True)
+        style = f"width:{size / whole * 100:.2f}%;background:{group_of(key).fill}"
+        parts.append(f'<i style="{style}" title="{title}"></i>')
+    return "".join(parts)
 
 
 def _bars(phases: list[str], field: str, predicted: Peaks, measured: Peaks, budget: float | None, words: Words) -> str:

@@ -28,6 +28,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "terminated_text": ("Stopped by the system (SIGTERM) after step {step}; the state was saved.", "在第 {step} 步之后被系统终止（SIGTERM）,状态已保存。"),
     "failed_text": ("Stopped by an error after step {step}.", "在第 {step} 步之后因错误停止。"),
     "killed_text": ("Ended without a word after step {step}: kill -9, a power cut, or the system ran out of memory.", "在第 {step} 步之后突然结束：可能是 kill -9、断电或系统内存耗尽。"),
+    "recovered": ("On the way it {story}.", "训练途中：{story}。"),
     "last_checkpoint": ("The last checkpoint is of step {step}.", "最后一个检查点在第 {step} 步。"),
     "no_checkpoint": ("There is no checkpoint yet.", "还没有检查点。"),
     # tiles
@@ -90,6 +91,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "difference": ("Error", "误差"),
     "difference_text": ("Error is (predicted − measured) / measured: above zero, more was predicted than used.", "误差 = （预测 − 实测）/ 实测：大于零表示预测多于实际占用。"),
     "all_memory": ("All counters", "全部计数"),
+    "predicted_owners": ("Predicted, by what it is for", "预测（按用途）"),
     "budget": ("Budget", "预算"),
     "budget_text": ("The plan may use {budget} of device memory, as the driver counts it.", "计划最多可用 {budget} 显存（以驱动程序统计为准）。"),
     "no_memory": ("Memory was neither predicted nor measured.", "内存既未预测也未测量。"),

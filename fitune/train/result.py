@@ -69,7 +69,10 @@ def write_result(run: RunFolder, session: Session, plan: Plan, engine: Engine) -
             (temp / "written").rmdir()
             return
         model = engine.built.model
-        model.config.use_cache = getattr(source.config, "use_cache", True)  # training turned it off
-        model.save_pretrained(temp)
+        trains_with, model.config.use_cache = model.config.use_cache, getattr(source.config, "use_cache", True)
+        try:
+            model.save_pretrained(temp)
+        finally:
+            model.config.use_cache = trains_with  # an evaluation may follow
         if source.path is not None and (source.path / "generation_config.json").is_file():
             shutil.copyfile(source.path / "generation_config.json", temp / "generation_config.json")

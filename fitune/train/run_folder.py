@@ -1,14 +1,13 @@
 """The folder of one run, readable without the tool, and the list of runs below a folder.
 
-    recipe.yaml    what was asked for         checkpoints/        where a resumed run starts
-    plan.json      what was decided           adapter/ or model/  the result
-    events.jsonl   what happened              report.html         all of it to look at
+recipe.yaml    what was asked for         checkpoints/        where a resumed run starts
+plan.json      what was decided           adapter/ or model/  the result
+events.jsonl   what happened              report.html         all of it to look at
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import shlex
 import time
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import UserError
-from fitune.files import atomic_write, clean_leftovers, explained, file_error, size_on_disk
+from fitune.files import atomic_write, clean_leftovers, explained, file_error, parse_json, size_on_disk
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.train.events import END_STATUSES, is_being_written, read_events
+from fitune.train.story import story
 
 RUNS = Path("runs")
 _WORK = ("start", "step", "eval", "checkpoint", "end")
@@ -49,6 +49,7 @@ class RunInfo:
     duration_s: float | None = None  # time at work; pauses between a stop and a resume do not count
     size_bytes: int = 0
     problem: str | None = None
+    recovered: str | None = None  # one line about failures that it survived
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -159,7 +160,7 @@ class RunFolder:
         with explained("read", self.plan_path):
             text = self.plan_path.read_text(encoding="utf-8", errors="replace")
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except ValueError as error:
             raise UserError(f"cannot read {self.plan_path}", f"it is not JSON ({error})", "restore the file") from None
         if not isinstance(values, dict):
@@ -197,6 +198,7 @@ class RunFolder:
             started=None if started is None else _local_time(started),
             duration_s=working_time(events),
             size_bytes=size_bytes,
+            recovered=story(events),
         )
 
 

@@ -9,22 +9,26 @@ from typing import Any
 
 import torch
 
+from fitune.engine.ring import WeightSource, source_of
 from fitune.model.build import Built
 from fitune.model.experts import PackedExperts
 
 
 @contextmanager
 def generating(built: Built) -> Iterator[None]:
-    """Ready the layers for plain forward calls: no document boundaries or dropout, fused experts unpacked per layer."""
+    """Ready the layers for plain forward calls: no document boundaries or dropout; streamed weights on the device and
+    fused experts unpacked while their layer runs."""
     context = built.context
     before = context.token_keys, context.doc_lengths, context.cu_seqlens
     context.token_keys = context.doc_lengths = context.cu_seqlens = None
     handles = []
+    source = source_of(built)
     for index, layer in enumerate(built.layers):
         experts = built.experts_of(index)
-        if experts:
+        if experts or built.streamed is not None:
             stack = ExitStack()
-            handles.append(layer.register_forward_pre_hook(functools.partial(_unpack, built, experts, stack)))
+            enter = functools.partial(_enter, source, index, built, experts, stack)
+            handles.append(layer.register_forward_pre_hook(enter))
             handles.append(layer.register_forward_hook(functools.partial(_close, stack)))
     try:
         with torch.no_grad():
@@ -35,7 +39,10 @@ def generating(built: Built) -> Iterator[None]:
         context.token_keys, context.doc_lengths, context.cu_seqlens = before
 
 
-def _unpack(built: Built, experts: list[PackedExperts], stack: ExitStack, *hook: Any) -> None:
+def _enter(
+    source: WeightSource, index: int, built: Built, experts: list[PackedExperts], stack: ExitStack, *hook: Any
+) -> None:
+    stack.enter_context(source.layer(index))
     for packed in experts:
         stack.enter_context(packed.unpacked(built.compute_dtype))
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fitune.engine.engine import Engine
     from fitune.model.build import Built
     from fitune.model.source import ModelSource
+    from fitune.parallel.world import Single
     from fitune.planner import PlanResult
 
 
@@ -105,20 +106,14 @@ def plan_session(session: Session) -> PlanResult:
         UserError: a card this machine does not have was asked for, or settings that cannot run on the device.
     """
     from fitune import hardware
-    from fitune.data.batches import packing_gain
-    from fitune.planner import DataFacts, make_plan
+    from fitune.planner import make_plan
+    from fitune.planner.lengths import facts_of
     from fitune.planner.positions import effective_seq_len
 
     recipe = session.recipe
     seq_len, _ = effective_seq_len(recipe, session.config)
-    lengths = [len(r) for r in session.data.train]
-    everything = lengths + [len(r) for r in session.data.eval]
-    facts = DataFacts(
-        longest_tokens=max(everything),
-        packing_gain=packing_gain(session.data.train, recipe.batch, seq_len),
-        most_step_tokens=sum(sorted(lengths)[-recipe.batch :]),
-    )
-    return make_plan(recipe, hardware.probe(), config=session.config, data=facts)
+    facts = facts_of(session.data.train, session.data.eval, recipe.batch, seq_len)
+    return make_plan(recipe, hardware.probe(), config=session.config, data=facts, detailed=True)
 
 
 def require_fit(result: PlanResult) -> Plan:
@@ -136,23 +131,33 @@ def require_fit(result: PlanResult) -> Plan:
     )
 
 
-def load_model(session: Session, plan: Plan, on_weight: Callable[[str], None]) -> Built:
-    """Build, fill and adapt the model on the plan's device. `on_weight` is called with each weight's name.
+def load_model(
+    session: Session, plan: Plan, on_weight: Callable[[str], None], group: Single | None = None
+) -> Built:  # fmt: skip
+    """Build, fill and adapt the model on the plan's device. `on_weight` is called with each weight's name; `group` are
+    the ranks that load it together.
 
     Raises:
         UserError: no such device, or weights that do not fit the configuration.
     """
     import torch
 
-    from fitune.model.build import add_adapter, build, fill, wanted_weights
+    from fitune.model.build import add_adapter, build, fill, open_host, weights_to_read
+    from fitune.model.packed_file import identity
 
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise UserError("this run was planned for a GPU", "torch sees none now", "start a new run with --devices cpu")
     device = plan_device(session.recipe, plan)
     notes = prepare(plan, device.index or 0)
     built = build(session.config, plan, device)
+    known_as = identity(session.source, device) if plan.stream_from == "disk" else None
+    if group is not None and group.size > 1:
+        from fitune.parallel import setup
+
+        setup.open_host_together(built, plan, group, known_as)
+    open_host(built, plan, known_as)
     on_device = device if session.source.kind == "random" and device.type == "cuda" else "cpu"
-    weights = session.source.iter_weights(set(wanted_weights(built)), device=on_device)
+    weights = session.source.iter_weights(weights_to_read(built), device=on_device)
 
     def announced() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -161,6 +166,8 @@ def load_model(session: Session, plan: Plan, on_weight: Callable[[str], None]) -
 
     built.notes += notes
     fill(built, announced(), plan)
+    if group is not None and group.size > 1:
+        setup.finish_host_together(built, plan, group)
     add_adapter(built, plan)
     return built
 
@@ -180,7 +187,34 @@ def plan_device(recipe: Recipe, plan: Plan) -> torch.device:
     return torch.device("cuda", choose_target(recipe, hardware.probe()).index or 0)
 
 
-def make_engine(built: Built, plan: Plan) -> Engine:
+def has_device(recipe: Recipe) -> bool:
+    """Whether the device that the recipe names (if any) is in this machine."""
+    from fitune import hardware
+    from fitune.planner.target import choose_target
+
+    try:
+        choose_target(recipe, hardware.probe())
+    except UserError:
+        return False
+    return True
+
+
+def device_here(recipe: Recipe) -> tuple[str, str]:
+    """(cpu or cuda, its name) of the device that this machine has for the recipe; one it names and that is not here is
+    passed over."""
+    from fitune import hardware
+    from fitune.planner.target import choose_target
+
+    wanted = recipe if has_device(recipe) else recipe.with_(devices=None)
+    target = choose_target(wanted, hardware.probe())
+    return target.device, target.name
+
+
+def make_engine(built: Built, plan: Plan, group: Single | None = None) -> Engine:
     from fitune.engine.engine import Engine
 
+    if group is not None and group.size > 1:
+        from fitune.parallel.setup import make_engine as make_together
+
+        return make_together(built, plan, group)
     return Engine(built, plan)

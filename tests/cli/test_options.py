@@ -24,7 +24,8 @@ TYPED = {
     "dora": True, "batch": "4", "micro_batch": "2", "epochs": "1.5", "steps": "7", "lr": "1e-3", "schedule": "linear",
     "warmup": "10", "weight_decay": "0.01", "clip": "0", "seed": "3", "precision": "fp16", "optimizer": "lion",
     "recompute": "12", "loss_chunk": "128", "gpu": "rtx3080", "devices": "0", "vram": "10", "ram": "16GiB",
-    "save_every": "5", "eval_every": "6", "keep_checkpoints": "3", "log_to": "tensorboard,wandb", "out": "o",
+    "save_every": "5", "eval_every": "6", "keep_checkpoints": "3", "on_nan": "skip",
+    "log_to": "tensorboard,wandb", "out": "o",
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # Distribution names whose import name differs.
 IMPORTED_AS = {
     "pyyaml": "yaml", "nvidia-ml-py": "pynvml", "liger-kernel": "liger_kernel", "protobuf": "google",
-    "pytest-xdist": "xdist", "pytest-timeout": "pytest_timeout",
+    "pillow": "PIL", "pytest-xdist": "xdist", "pytest-timeout": "pytest_timeout",
 }  # fmt: skip
 # Used without an import of ours: transformers imports them for chat templates and `tokenizer.model` files.
 USED_BY_LIBRARIES = {"jinja2", "sentencepiece", "protobuf"}

@@ -12,10 +12,12 @@ import torch
 from fitune import recipe as recipes
 from fitune.engine.driver import Driver
 from fitune.engine.engine import Engine
-from fitune.errors import EXIT_DOES_NOT_FIT, UserError
+from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, UserError
 from fitune.planner.notch import next_notch
 from fitune.train import run
-from fitune.train.recover import memory_failure
+from fitune.train.loop import Run
+from fitune.train.oom import MemoryFailure
+from fitune.train.recover import located
 from tests import tiny
 from tests.train.test_loop import assert_close, losses, weights
 from tests.train.tiny_run import of_kind
@@ -63,14 +65,14 @@ def test_the_run_ends_as_if_nothing_had_happened(job, monkeypatch, at_call):
     assert replan["change"] == "micro-batch 4 -> 2" and replan["cause"] == OOM
     assert json.loads((recovered / "plan.1.json").read_text())["micro_batch"] == 2
     assert json.loads((recovered / "plan.json").read_text())["micro_batch"] == 4
-    assert any("ran out of device memory" in e["text"] for e in of_kind(recovered, "notice"))
+    assert any("ran out of GPU memory" in e["text"] for e in of_kind(recovered, "notice"))
 
 
 def test_recomputing_more_is_bit_identical(job, monkeypatch):
     plain = job("plain", micro_batch=4)
     fail(monkeypatch, Driver, "run_layer", 25, RuntimeError("CUDA error: out of memory"))
     recovered = job("recovered", micro_batch=4)
-    assert of_kind(recovered, "replan")[0]["change"] == "recomputed layers 0 -> 4"
+    assert of_kind(recovered, "replan")[0]["change"] == "recomputed layers 0 -> 2"
     assert losses(recovered) == losses(plain)
     assert all(torch.equal(a, b) for a, b in zip(weights(recovered).values(), weights(plain).values(), strict=True))
 
@@ -82,10 +84,24 @@ def test_no_notch_left(job, monkeypatch):
     assert caught.value.exit_code == EXIT_DOES_NOT_FIT
 
 
-def test_an_update_is_not_replayed(job, monkeypatch):
-    fail(monkeypatch, Engine, "_update", 2, torch.OutOfMemoryError(OOM))
-    with pytest.raises(UserError, match="out of memory at step 2"):
-        job("update")
+@pytest.mark.parametrize("at_call", [1, 3])
+def test_a_failed_update_goes_on_from_the_last_state(job, monkeypatch, at_call):
+    """Half of the parameters may have been changed: the model is built again and the steps since then are repeated."""
+    plain = job("plain", micro_batch=4, save_every=2)
+    real, count = Engine._update, [0]
+
+    def half_done(self, lr, norm):
+        count[0] += 1
+        real(self, lr, norm)
+        if count[0] == at_call:
+            raise torch.OutOfMemoryError(OOM)
+
+    monkeypatch.setattr(Engine, "_update", half_done)
+    recovered = job("update", micro_batch=4, save_every=2)
+    assert [e["step"] for e in of_kind(recovered, "step")] == list(range(1, STEPS + 1))
+    assert losses(recovered) == losses(plain), "only recomputation changed"
+    assert [e["resumed_from"] for e in of_kind(recovered, "start")] == [None, at_call - 1]
+    assert all(torch.equal(a, b) for a, b in zip(weights(recovered).values(), weights(plain).values(), strict=True))
 
 
 def test_other_errors_are_not_taken_for_it(job, monkeypatch):
@@ -94,33 +110,82 @@ def test_other_errors_are_not_taken_for_it(job, monkeypatch):
         job("other")
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (torch.OutOfMemoryError(OOM), "device"),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), "device"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
-        (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"), "device"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "host"),
-        (MemoryError(), "host"),
-        (OSError(12, "Cannot allocate memory"), "host"),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
-        (KeyError("out"), None),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_forms_of_running_out(error, kind):
-    assert memory_failure(error) == kind
+def test_a_device_that_is_lost_needs_a_new_process(job, monkeypatch):
+    """Without a supervisor the run ends and says how to go on; with one it asks for a restart with the changed plan."""
+    nccl = RuntimeError("NCCL error in: NCCLUtils.hpp:317, unhandled cuda error\nCuda failure 2 'out of memory'")
+    fail(monkeypatch, Driver, "run_layer", 20, nccl)
+    with pytest.raises(UserError) as caught:
+        job("lost", micro_batch=4, save_every=1)
+    assert caught.value.what == "out of GPU memory, and this process cannot go on with the device"
+    assert caught.value.exit_code == EXIT_FAILED and "the last checkpoint is at step" in caught.value.fix
 
 
-def test_notches_keep_what_was_fixed():
+def test_ranks_agree_before_they_change(job, monkeypatch):
+    """A rank that has not failed drops the same step before its update when another one tells that it did."""
+    plain = job("plain", micro_batch=4)
+    told, asked = [MemoryFailure("device", "torch", OOM)], []
+
+    def agree(failure):
+        asked.append(failure)
+        return told.pop() if len(asked) == 4 else failure  # the evaluation, step 1 before and after its update, step 2
+
+    monkeypatch.setattr("fitune.train.loop.Run.__init__", _with_agree(Run.__init__, agree))
+    other = job("other", micro_batch=4)
+    assert of_kind(other, "replan")[0]["step"] == 2
+    assert len(asked) == 2 * STEPS + 3 + 1, "twice a step, once an evaluation, once for the attempt that was dropped"
+    assert losses(other) == losses(plain)
+
+
+def _with_agree(real, agree):
+    def init(self, *arguments, **options):
+        real(self, *arguments, **options | {"agree": agree})
+
+    return init
+
+
+def test_notches_in_order():
     plan = tiny.make_plan(micro_batch=4, recompute_layers=1, loss_chunk=512)
     seen = []
     while (found := next_notch(plan)) is not None:
         plan, change = found
         seen.append(change)
-    assert seen[:2] == ["micro-batch 4 -> 2", "micro-batch 2 -> 1"]
-    assert seen[2:] == ["recomputed layers 1 -> 4", "loss chunk 512 -> 64 tokens"]
+    assert seen == ["micro-batch 4 -> 2", "micro-batch 2 -> 1", "recomputed layers 1 -> 2", "recomputed layers 2 -> 4",
+                    "loss chunk 512 -> 64 tokens"]  # fmt: skip
     fixed = frozenset({"micro_batch", "loss_chunk"})
     assert next_notch(tiny.make_plan(micro_batch=4, recompute_layers=4, loss_chunk=512), fixed) is None
+    assert next_notch(tiny.make_plan(micro_batch=1, recompute_layers=0, loss_chunk=64), phase="eval") is None
+    assert next_notch(tiny.make_plan(micro_batch=4, recompute_layers=0), phase="load") is None
+
+
+def test_notches_of_a_gpu():
+    plan = tiny.make_plan(micro_batch=1, recompute_layers=4, loss_chunk=64, device="cuda")
+    seen = []
+    while (found := next_notch(plan)) is not None:
+        plan, change = found
+        seen.append(change)
+    assert seen == [
+        "inputs of recomputed layers kept in host RAM",
+        "frozen layers on the GPU 4 -> 2, the others stream from host RAM",
+        "frozen layers on the GPU 2 -> 0, the others stream from host RAM",
+        "the output head streams from host RAM",
+    ]
+    assert (plan.stream_from, plan.resident_layers) == ("pinned", 0)
+    plan, change = next_notch(plan, where="pinned") or pytest.fail("pinned")
+    assert plan.stream_from == "pageable" and change == "frozen weights in pageable instead of pinned RAM"
+    plan, change = next_notch(plan, where="host") or pytest.fail("host")
+    assert plan.offload_inputs is False
+    assert next_notch(plan, where="host")[0].stream_from == "disk"
+    full = dict(method="full", micro_batch=1, recompute_layers=4, loss_chunk=64, device="cuda", offload_inputs=True)
+    assert next_notch(tiny.make_plan(**full)) is None, "what trains is not streamed"
+
+
+def test_a_bare_driver_error_while_the_card_is_free_is_about_pinned_memory(monkeypatch):
+    """As under WSL 2 (unslothai/unsloth#1797)."""
+    failure, cuda = MemoryFailure("device", "driver", "CUDA error: out of memory"), torch.device("cuda")
+    plan = tiny.make_plan(device="cuda", stream_from="pinned", resident_layers=0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 << 30, 24 << 30))
+    assert located(failure, plan, cuda).where == "pinned"
+    assert located(failure, tiny.make_plan(device="cuda"), cuda) == failure, "nothing is pinned"
+    assert located(MemoryFailure("device", "torch", OOM), plan, cuda).where == "device"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 24 << 30))
+    assert located(failure, plan, cuda) == failure

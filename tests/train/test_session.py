@@ -39,6 +39,27 @@ def test_planning_and_training_cut_the_default_length_alike(gpt2, tmp_path):
     )  # fmt: skip
 
 
+def test_layers_on_disk_are_packed_once(tmp_path, monkeypatch):
+    """The second run reads no weight of a layer; what it trains is the same to the bit."""
+    from fitune.train.session import load_model, make_engine
+
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    folder = tiny_run.make_base(tmp_path / "base")
+    data = tiny_run.write_rows(tmp_path / "data.jsonl", tiny_run.questions(8))
+    values = dict(model=str(folder), data=str(data), devices="cpu", batch=2, base_format="nf4", method="qlora")
+    session = open_session(recipes.build(values))
+    plan = plan_session(session).plan
+    losses, read = [], []
+    for changes in ({}, *[dict(stream_from="disk", resident_layers=0)] * 2):
+        names: list[str] = []
+        engine = make_engine(load_model(session, plan.with_(**changes), names.append), plan.with_(**changes))
+        read.append(names)
+        losses.append([engine.step([tiny.padded(tiny.records(2))], step=s, lr=1e-2).loss for s in range(2)])
+    assert losses[0] == losses[1] == losses[2]
+    assert read[0] == read[1]
+    assert read[2] == [name for name in read[0] if not name.startswith("model.layers.")] != []
+
+
 def test_the_device_is_the_planners(monkeypatch):
     """Asked for: that one. Otherwise, of several cards, the one with the most free memory."""
     import torch

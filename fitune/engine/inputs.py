@@ -1,0 +1,131 @@
+"""Saved inputs of recomputed layers in host memory: written during forward, read back before they are needed.
+
+Copies run on a stream of their own beside the computation. The host memory is one pinned buffer for the life of the
+run, as large as the largest step so far needed; on the device are two buffers for what comes back, in backward only.
+The values are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fitune.model.host import HostBuffer
+
+
+class OffloadedInputs:
+    """Inputs of `num_layers` layers for a group of micro-batches.
+
+    Order of calls: `begin`, `put` for every layer and micro-batch (layers outside), `turn`, `take` in the reverse order
+    of layers (micro-batches in the same order), `end`.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool = True):
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pin = pin and device.type == "cuda"
+        self._arena: HostBuffer | None = None
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._offsets: list[int] = []
+        self._layer_bytes = 0
+        self._num_layers = 0
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._buffers: list[torch.Tensor] = []
+        self._events: list[Any] = []
+        self._order: list[tuple[int, int]] = []
+        self._next = 0
+
+    def host_bytes(self) -> int:
+        """Of the buffer as it is now."""
+        return self._arena.num_bytes if self._arena is not None else 0
+
+    def begin(self, hidden: Sequence[torch.Tensor], num_layers: int) -> None:
+        """Room for `num_layers` times these tensors."""
+        self._shapes = [(h.shape, h.dtype) for h in hidden]
+        sizes = [h.numel() * h.element_size() for h in hidden]
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._layer_bytes, self._num_layers = sum(sizes), num_layers
+        self._leaving.clear()
+        self._buffers = []
+        needed = self._layer_bytes * num_layers
+        if self.device.type != "meta" and self.host_bytes() < needed:
+            if self._stream is not None:
+                self._stream.synchronize()
+            size = max(needed, self.host_bytes() * 5 // 4)  # longer rows may come: not pinned again for each of them
+            self._arena = None  # let go before the larger one is made
+            self._arena = HostBuffer(size, self._pin)
+
+    def _host(self, layer: int, member: int) -> torch.Tensor:
+        assert self._arena is not None
+        shape, dtype = self._shapes[member]
+        start = layer * self._layer_bytes + self._offsets[member]
+        return self._arena.tensor[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def put(self, layer: int, member: int, hidden: torch.Tensor) -> None:
+        """Send a layer's input away. It stays on the device while its layer runs, until the next `put`."""
+        if self.device.type == "meta":
+            self._leaving.append((hidden, None))
+        elif self._stream is None:
+            self._host(layer, member).copy_(hidden)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                self._host(layer, member).copy_(hidden, non_blocking=True)
+                self._leaving.append((hidden, self._stream.record_event()))
+        while len(self._leaving) > 1:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        _, event = self._leaving.popleft()
+        if event is not None:  # its memory may be used again only after the copy
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def turn(self) -> None:
+        """Forward is over: the device buffers are made and the first input is fetched."""
+        while self._leaving:
+            self._let_go()
+        members = range(len(self._shapes))
+        self._order = [(layer, member) for layer in reversed(range(self._num_layers)) for member in members]
+        self._next = 0
+        largest = max((shape.numel() * dtype.itemsize for shape, dtype in self._shapes), default=0)
+        count = min(2, len(self._order))
+        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(count)]
+        self._events = [None] * count
+        if self._order:
+            self._fetch(0)
+
+    def _on_device(self, number: int) -> torch.Tensor:
+        shape, dtype = self._shapes[self._order[number][1]]
+        buffer = self._buffers[number % 2]
+        return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def _fetch(self, number: int) -> None:
+        if self.device.type == "meta":
+            return
+        target, source = self._on_device(number), self._host(*self._order[number])
+        if self._stream is None:
+            target.copy_(source)
+            return
+        # everything that used this buffer before has been submitted
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            self._events[number % 2] = self._stream.record_event()
+
+    def take(self, layer: int, member: int) -> torch.Tensor:
+        """A layer's input, on the device again until the second `take` from here."""
+        number = self._next
+        assert self._order[number] == (layer, member), f"layer {layer} of {member} is not due"
+        if self._events[number % 2] is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._events[number % 2])
+        self._next += 1
+        if self._next < len(self._order):
+            self._fetch(self._next)
+        return self._on_device(number)
+
+    def end(self) -> None:
+        """Let the device buffers go."""
+        self._buffers = []

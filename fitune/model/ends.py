@@ -1,0 +1,144 @@
+"""The two ends of a model in host memory: embedding rows are gathered there, a frozen output head crosses to the device
+in tiles of the vocabulary.
+
+Shapes: x [..., H] what enters the head, weight [V, H], a tile [W, H] of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fitune.model.host import HostBuffer
+
+
+class Tiles(Protocol):
+    """Who brings tiles to the device."""
+
+    def tile(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        """Tile `index` [W, H] on the device, valid inside the context."""
+
+
+class HostEmbedding(nn.Module):
+    """A frozen embedding whose table stays in host RAM; the rows of a micro-batch are gathered there and copied.
+
+    Exact, and free at training sizes: a row is 2 x hidden_size bytes per token. `weight` is no parameter of the model.
+    """
+
+    def __init__(self, embedding: nn.Module, device: torch.device):
+        super().__init__()
+        self.__dict__["inner"] = embedding  # not a submodule: moving the model must not move the table
+        self.device = device
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.inner.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        host = input_ids.cpu() if input_ids.device.type != "meta" else input_ids
+        return self.inner(host).to(self.device, non_blocking=True)
+
+
+class HostHead(nn.Module):
+    """Takes the place of an output head `nn.Linear`. `weight` is no parameter of the model; a bias stays one.
+
+    Called by the model's own code it gives the full logits, tile after tile (generation, and models whose code after
+    the head looks at several logits at once). For the tiled loss, `tapped` and `standing_in` let the model's code
+    around the head run without it.
+    """
+
+    def __init__(self, head: nn.Linear, dtype: torch.dtype):
+        super().__init__()
+        self.out_features, self.in_features = head.weight.shape
+        self.bias = head.bias
+        self.dtype = dtype
+        self.buffer: HostBuffer | None = None
+        self.__dict__["weight"] = torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
+        self.tile_rows = self.out_features
+        self.__dict__["tiles"] = None
+        self._tap: list[torch.Tensor] | None = None
+        self._stand_in: torch.Tensor | None = None
+
+    def allocate(self, pin: bool, make: Callable[[int, bool], HostBuffer] = HostBuffer) -> None:
+        """Room for the weight in host memory."""
+        self.buffer = make(self.out_features * self.in_features * self.dtype.itemsize, pin)
+        self.__dict__["weight"] = self.buffer.tensor.view(self.dtype).view(self.out_features, self.in_features)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.out_features // self.tile_rows)
+
+    def rows(self, index: int) -> slice:
+        """The vocabulary entries of a tile."""
+        return slice(index * self.tile_rows, min((index + 1) * self.tile_rows, self.out_features))
+
+    def logits(self, x: torch.Tensor, weight: torch.Tensor, index: int) -> torch.Tensor:
+        """Logits [..., W] of a tile whose weight is on the device."""
+        return F.linear(x, weight, None if self.bias is None else self.bias[self.rows(index)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._tap is not None:
+            self._tap.append(x)
+            return x[..., :1]
+        if self._stand_in is not None:
+            return self._stand_in
+        return _Tiled.apply(x, self)
+
+    @contextmanager
+    def tapped(self) -> Iterator[list[torch.Tensor]]:
+        """Inside, calls only note what enters the head."""
+        self._tap = []
+        try:
+            yield self._tap
+        finally:
+            self._tap = None
+
+    @contextmanager
+    def standing_in(self, logits: torch.Tensor) -> Iterator[None]:
+        """Inside, calls give `logits` whatever enters."""
+        self._stand_in = logits
+        try:
+            yield
+        finally:
+            self._stand_in = None
+
+
+class _Tiled(torch.autograd.Function):
+    """Full logits and the input's gradient, one tile on the device at a time. The weight and bias get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, head: HostHead) -> torch.Tensor:
+        ctx.head = head
+        out = x.new_empty(*x.shape[:-1], head.out_features)
+        for index in range(head.num_tiles):
+            with head.tiles.tile(index) as weight:
+                out[..., head.rows(index)] = head.logits(x, weight, index)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        head: HostHead = ctx.head
+        total: torch.Tensor | None = None
+        for index in reversed(range(head.num_tiles)):
+            with head.tiles.tile(index) as weight:
+                part = wide_product(grads[0][..., head.rows(index)].flatten(0, -2), weight)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.to(grads[0].dtype).view(*grads[0].shape[:-1], head.in_features), None
+
+
+def wide_product(left_CW: torch.Tensor, right_WH: torch.Tensor) -> torch.Tensor:
+    """left [C, W] @ right [W, H] in fp32 [C, H] without rounding to 16 bit in between, so that sums over tiles are as
+    exact as one product over the vocabulary."""
+    if left_CW.dtype == torch.float32:
+        return left_CW @ right_WH
+    if left_CW.device.type == "cuda":
+        return torch.ops.aten.mm.dtype(left_CW.contiguous(), right_WH, torch.float32)
+    if left_CW.device.type == "meta":
+        return torch.empty(left_CW.shape[0], right_WH.shape[1], dtype=torch.float32, device="meta")
+    return left_CW.float() @ right_WH.float()

@@ -1,0 +1,78 @@
+"""A gated MLP over pieces of its tokens: on long sequences its inner activations are several times the rest of a layer.
+
+Only the input is saved. Forward runs piece by piece; backward runs each piece again, with its graph, and at once goes
+back through it, so that the inner activations of one piece exist at a time. Exact but for the shapes of the products.
+Shapes: x [B, T, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fitune.model.linear import StepContext
+
+Mlp = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tiled(mlp: Mlp, module: torch.nn.Module, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+    """`mlp(x)` in `context.mlp_tiles` pieces of tokens. The trained parameters of `module` get their gradients while
+    the result's backward runs."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    watch, context.watch = context.watch, None  # what runs inside is not what is kept
+    y = _Tiled.apply(x, mlp, module, context, *trained)
+    context.watch = watch
+    if watch is not None:
+        watch.passed(module)
+    return y
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mlp: Mlp, module: torch.nn.Module, context: StepContext, *trained: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.mlp, ctx.context, ctx.num_tiles, ctx.keys = mlp, context, context.mlp_tiles, context.token_keys
+        ctx.save_for_backward(x)
+        if context.unneeded is module:
+            return torch.zeros_like(x)
+        x_NH = x.reshape(-1, x.shape[-1])
+        out_NH = torch.empty_like(x_NH)
+        for rows in _pieces(ctx, x_NH.shape[0]):
+            out_NH[rows] = mlp(x_NH[rows])
+        return out_NH.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        needs_input = ctx.needs_input_grad[0]
+        x_NH, g_NH = x.detach().reshape(-1, x.shape[-1]), grads[0].reshape(-1, x.shape[-1])
+        dx_NH = torch.empty_like(x_NH) if needs_input else None
+        for rows in _pieces(ctx, x_NH.shape[0]):
+            with torch.enable_grad():
+                part_NH = x_NH[rows].detach().requires_grad_(needs_input)
+                out_NH = ctx.mlp(part_NH)
+            if out_NH.requires_grad:
+                out_NH.backward(g_NH[rows])
+            if dx_NH is not None:
+                dx_NH[rows] = part_NH.grad
+            del out_NH, part_NH
+        dx = dx_NH.view(x.shape) if dx_NH is not None else None
+        return dx, None, None, None, *(None for _ in ctx.needs_input_grad[4:])
+
+
+def _pieces(ctx: Any, num_tokens: int) -> Iterator[slice]:
+    """Token ranges of nearly equal size; inside, dropout's keys are those of the range."""
+    context: StepContext = ctx.context
+    before = context.token_keys, context.mlp_tiles
+    size = -(-num_tokens // ctx.num_tiles)
+    context.mlp_tiles = 1
+    try:
+        for start in range(0, num_tokens, size):
+            rows = slice(start, min(start + size, num_tokens))
+            context.token_keys = ctx.keys[rows] if ctx.keys is not None else None
+            yield rows
+    finally:
+        context.token_keys, context.mlp_tiles = before

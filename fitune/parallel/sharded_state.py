@@ -1,0 +1,362 @@
+"""What is trained, its gradients and its optimizer's state in flat parts, one for each rank; see `sharded`.
+
+A unit is the trained tensors of one layer (or of the model's ends) in one flat row of elements, cut into N equal parts.
+Every rank holds an fp32 master of its own part; what the layers compute with is gathered from the parts: by the ring
+for a layer's own weights (`FromRing`), after each update for adapters and ends (`Whole`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fitune.engine.engine import Engine
+from fitune.engine.optimizers import Masters, restore_state
+from fitune.engine.ranks import Alone
+from fitune.errors import UserError
+from fitune.model.build import Built
+from fitune.parallel.exchange import all_gather, all_reduce, broadcast, reduce_scatter
+from fitune.parallel.group import Group
+from fitune.parallel.sharded import ShardBacking, ShardedRing
+from fitune.plan import Plan
+
+Layer = int | None
+"""A layer's index, None for what is outside the layers."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in its unit's row of elements."""
+
+    name: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        return row[self.start : self.start + self.count].view(self.shape)
+
+
+class Unit:
+    """Trained tensors in one row of `size * part` elements; this rank's `master` [part] in fp32."""
+
+    def __init__(self, layer: Layer, places: list[Place], part: int, group: Group, device: torch.device):
+        self.layer, self.places, self.part, self.group, self.device = layer, places, part, group, device
+        self.master: nn.Parameter
+
+    @property
+    def count(self) -> int:
+        return self.part * self.group.size
+
+    def mine(self, row: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole row."""
+        return row[self.group.rank * self.part : (self.group.rank + 1) * self.part]
+
+    def publish(self) -> None:
+        """Round the master into what the layers compute with."""
+
+    def to_host(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Every rank's part of a row put together in the first rank's host memory, by name; nothing on the others."""
+        mine = part.detach().reshape(-1).cpu().contiguous()
+        rows = [torch.empty_like(mine) for _ in range(self.group.size)] if self.group.is_leader else None
+        dist.gather(mine, rows, dst=0, group=self.group.control)
+        if rows is None:
+            return {}
+        row = torch.cat(rows)
+        return {place.name: place.of(row).clone() for place in self.places}
+
+    def from_host(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's part [part] of a row made of whole tensors, on the device."""
+        row = torch.zeros(self.count, dtype=torch.float32)
+        for place in self.places:
+            place.of(row).copy_(tensors[place.name])
+        return self.mine(row).to(self.device)
+
+
+class Whole(Unit):
+    """Every rank has all of it in the compute format, in one row that the parameters are views of."""
+
+    def __init__(self, layer: Layer, parameters: dict[str, nn.Parameter], group: Group):
+        places, end = [], 0
+        for name, p in parameters.items():
+            places.append(Place(name, end, p.shape))
+            end += p.numel()
+        part = -(-end // (group.size * 8)) * 8
+        first = next(iter(parameters.values()))
+        super().__init__(layer, places, part, group, first.device)
+        self.row = torch.zeros(self.count, dtype=first.dtype, device=first.device)
+        for place in places:
+            view = place.of(self.row)
+            view.copy_(parameters[place.name].detach())
+            parameters[place.name].data = view
+        broadcast(self.row)
+        own = self.mine(self.row)
+        self.master = nn.Parameter(own if own.dtype == torch.float32 else own.float())
+
+    def publish(self) -> None:
+        own = self.mine(self.row)
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master.detach())
+        all_gather(self.row, own.clone())
+
+
+class FromRing(Unit):
+    """A layer's own weights: gathered into the ring from this rank's part of the layer's bytes."""
+
+    def __init__(self, layer: int, backing: ShardBacking, built: Built, group: Group):
+        assert built.streamed is not None
+        pieces = built.streamed.layouts[layer].pieces
+        dtypes = {piece.dtype for piece in pieces}
+        if len(dtypes) > 1:
+            raise UserError(
+                "this model cannot be trained in full with --parallel fsdp2",
+                f"layer {layer} computes in several formats ({', '.join(sorted(map(str, dtypes)))})",
+                "use --parallel ddp, or train an adapter",
+            )
+        width = dtypes.pop().itemsize
+        places = [Place(piece.name, piece.offset // width, torch.Size(piece.shape)) for piece in pieces]
+        self.compute = backing.parts[layer].view(pieces[0].dtype)
+        super().__init__(layer, places, self.compute.numel(), group, built.device)
+        own = self.compute
+        self.master = nn.Parameter(own if own.dtype == torch.float32 else own.float())
+
+    def publish(self) -> None:
+        if self.compute.data_ptr() != self.master.data_ptr():
+            self.compute.copy_(self.master.detach())
+
+
+class ShardedMasters(Masters):
+    """Units instead of pairs of parameters; the optimizer updates each unit's part."""
+
+    def __init__(self, built: Built, trainable: dict[str, nn.Parameter], group: Group, ring: ShardedRing):
+        self.pairs = {}
+        self._trainable, self._ring, self._group = trainable, ring, group
+        self.units = list(_units(built, trainable, group))
+        self._place = {place.name: (unit, place) for unit in self.units for place in unit.places}
+        # Where gradients of all elements are added up: two rows for the units of layers in turn (one fills while the
+        # other is being exchanged), one for each unit outside.
+        largest = max((unit.count for unit in self.units if unit.layer is not None), default=0)
+        self._spare = [torch.zeros(largest, dtype=torch.float32, device=built.device) for _ in range(2)]
+        self._rows: dict[int, torch.Tensor] = {}
+        self._exchanged: list[tuple[Any, int, torch.Tensor, torch.Tensor]] = []
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [unit.master for unit in self.units]
+
+    def collect(self, names: Iterable[str]) -> None:
+        for name in names:
+            p = self._trainable[name]
+            if p.grad is None:
+                continue
+            unit, place = self._place[name]
+            place.of(self._row(unit)).add_(p.grad)
+            p.grad = None
+
+    def _row(self, unit: Unit) -> torch.Tensor:
+        """Where a unit's gradients of all its elements are added up on this rank; zeros at first."""
+        key = self.units.index(unit)
+        if key not in self._rows:
+            if unit.layer is None:
+                self._rows[key] = torch.zeros(unit.count, dtype=torch.float32, device=unit.device)
+            else:
+                if not self._spare:
+                    self._settle(1)
+                self._rows[key] = self._spare.pop()
+        return self._rows[key][: unit.count]
+
+    def reduce(self, layer: Layer) -> None:
+        """Begin to add up what the ranks have collected for a layer (None: for everything outside the layers)."""
+        for key, unit in enumerate(self.units):
+            if unit.layer == layer:
+                row = self._row(unit)
+                part = torch.empty(unit.part, dtype=torch.float32, device=unit.device)
+                self._exchanged.append((reduce_scatter(part, row), key, part, self._rows.pop(key)))
+                if layer is None:
+                    self._settle(len(self._exchanged))
+
+    def settle(self) -> None:
+        """Until everything that was begun is in the masters' gradients."""
+        self._settle(len(self._exchanged))
+
+    def _settle(self, count: int) -> None:
+        for _ in range(count):
+            work, key, part, row = self._exchanged.pop(0)
+            work.wait()
+            master = self.units[key].master
+            if master.grad is None:
+                master.grad = part
+            else:
+                master.grad += part
+            if self.units[key].layer is not None:
+                self._spare.append(row.zero_())
+
+    def forget(self) -> None:
+        self.settle()
+        for p in self._trainable.values():
+            p.grad = None
+        for unit in self.units:
+            unit.master.grad = None
+        self._spare += [row.zero_() for key, row in self._rows.items() if self.units[key].layer is not None]
+        self._rows.clear()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for unit in self.units:
+            unit.publish()
+        self._ring.forget()
+
+
+def _units(built: Built, trainable: dict[str, nn.Parameter], group: Group) -> Iterator[Unit]:
+    """The trained tensors by layer and format; a layer's own weights as they lie in its bytes."""
+    assert built.streamed is not None and isinstance(built.streamed.backing, ShardBacking)
+    rest = dict(trainable)
+    for layer, layout in built.streamed.layouts.items():
+        if all(not piece.key and piece.name in rest for piece in layout.pieces):
+            yield FromRing(layer, built.streamed.backing, built, group)
+            for piece in layout.pieces:
+                del rest[piece.name]
+    groups: dict[tuple[Layer, torch.dtype], dict[str, nn.Parameter]] = {}
+    prefix = built.layers_prefix + "."
+    for name, p in rest.items():
+        inside = name.startswith(prefix)
+        where = int(name.removeprefix(prefix).partition(".")[0]) if inside else None
+        groups.setdefault((where, p.dtype), {})[name] = p
+    for (place, _), parameters in groups.items():
+        yield Whole(place, parameters, group)
+
+
+class Sharded(Alone):
+    """The engine's view of the other ranks: every pass is made by all of them, with or without rows of their own."""
+
+    def __init__(self, group: Group, ring: ShardedRing):
+        self.group, self.ring = group, ring
+        self._left = 0
+        self._backward = False
+        self._masters: ShardedMasters | None = None
+        self._begin = ring.begin
+        ring.begin = self._begin_pass  # type: ignore[method-assign]
+
+    def _begin_pass(self, schedule: Any) -> None:
+        self._left -= 1
+        self._begin(schedule)
+
+    def masters(self, built: Built, trainable: dict[str, nn.Parameter]) -> Masters:
+        self._masters = ShardedMasters(built, trainable, self.group, self.ring)
+        self.ring.after_backward = self._masters.reduce
+        return self._masters
+
+    def totals(self, num_tokens: int, num_targets: int, num_passes: int) -> tuple[int, int, int]:
+        told = self.group.gather((num_tokens, num_targets, num_passes))
+        passes = max(passes for _, _, passes in told)
+        self._left, self._backward = passes, True
+        return sum(tokens for tokens, _, _ in told), sum(targets for _, targets, _ in told), passes
+
+    def begin(self, num_passes: int) -> None:
+        self._left = num_passes
+
+    def evaluations(self, num_passes: int) -> int:
+        self._left, self._backward = int(self.group.largest([num_passes])[0]), False
+        return self._left
+
+    def add_up(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor:
+        assert self._masters is not None
+        self._masters.reduce(None)
+        self._masters.settle()
+        total = loss.detach().float()
+        all_reduce(total)
+        return total.to(loss.dtype)
+
+    def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        squares = torch.nn.utils.get_total_norm(grads).square()
+        all_reduce(squares)
+        return squares.sqrt()
+
+    def drain(self) -> None:
+        self.ring.finish()
+        there: list[tuple[str, int]] = [("layer", index) for index in range(self.ring.num_layers)]
+        while self._left > 0:
+            self.ring.begin(there + there[::-1] if self._backward else there)
+            self.ring.finish()
+
+
+class ShardedEngine(Engine):
+    """An engine whose state is in parts; saved and loaded whole, so that any other layout can go on from it."""
+
+    def __init__(self, built: Built, plan: Plan, group: Group):
+        ring = ShardedRing(built, group)
+        built.source = ring
+        if plan.method == "full":
+            for layer in built.layers:
+                layer.requires_grad_(True)
+        super().__init__(built, plan, Sharded(group, ring))
+
+    @property
+    def _units(self) -> list[Unit]:
+        assert isinstance(self.masters, ShardedMasters)
+        return self.masters.units
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """On the first rank, in host memory; the others take part and get nothing."""
+        found: dict[str, torch.Tensor] = {}
+        for unit in self._units:
+            found |= unit.to_host(unit.master)
+        return {name: found[name] for name in self.names if name in found}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors = {f"parameter|{name}": tensor for name, tensor in self.trained_tensors().items()}
+        numbers: dict[str, Any] = {}
+        for unit in self._units:
+            for key, value in self.optimizer.state.get(unit.master, {}).items():
+                if isinstance(value, torch.Tensor) and value.numel() == unit.part:
+                    parts = unit.to_host(value.to(torch.float32))
+                    tensors |= {f"optimizer|{name}|{key}": tensor for name, tensor in parts.items()}
+                elif isinstance(value, torch.Tensor):
+                    tensors |= {f"optimizer|{place.name}|{key}": value.detach().cpu() for place in unit.places}
+                else:
+                    numbers |= {f"{place.name}|{key}": value for place in unit.places}
+        return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        state: dict[str, torch.Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for index, unit in enumerate(self._units):
+            found = {place.name: tensors.get(f"parameter|{place.name}") for place in unit.places}
+            for place in unit.places:
+                saved = found[place.name]
+                if saved is None or saved.shape != place.shape:
+                    raise UserError(
+                        "the checkpoint does not fit this run",
+                        f"{place.name} is missing or has another shape",
+                        "resume with the settings the run was started with",
+                    )
+            unit.master.copy_(unit.from_host(found))  # type: ignore[arg-type]
+            self._load_optimizer(str(index), unit, tensors, values["optimizer"], state, numbers)
+        names = [str(index) for index in range(len(self._units))]
+        restore_state(self.optimizer, names, state, numbers)
+        self.scaler.scale, self.scaler.good_steps = values["scale"], values["good_steps"]
+        self.masters.publish()
+
+    def _load_optimizer(
+        self, name: str, unit: Unit, tensors: dict[str, torch.Tensor], saved_numbers: dict[str, Any],
+        state: dict[str, torch.Tensor], numbers: dict[str, Any],
+    ) -> None:  # fmt: skip
+        first = unit.places[0]
+        prefix = f"optimizer|{first.name}|"
+        for key in [full.removeprefix(prefix) for full in tensors if full.startswith(prefix)]:
+            saved = {place.name: tensors[f"optimizer|{place.name}|{key}"] for place in unit.places}
+            whole = saved[first.name].shape == first.shape
+            state[f"{name}|{key}"] = unit.from_host(saved) if whole else saved[first.name]
+        for full, value in saved_numbers.items():
+            owner, _, key = full.rpartition("|")
+            if owner == first.name:
+                numbers[f"{name}|{key}"] = value

@@ -1,0 +1,182 @@
+"""Why a worker died, and what its next one does differently. Imports no torch: the supervisor is what survives."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fitune import plan as plans
+from fitune import recipe as recipes
+from fitune.errors import EXIT_FAILED, UserError
+from fitune.files import atomic_write
+from fitune.plan import Plan
+from fitune.train.oom import DEVICE, HOST, MemoryFailure, classify_text
+
+MOST_WITHOUT_PROGRESS = 4  # restarts without a newer checkpoint, where each one changes something
+MOST_UNCHANGED = 2  # where there is nothing to change
+FIXABLE = ("micro_batch", "recompute", "loss_chunk")
+FRUGAL = "checkpoints are written without a copy in host RAM"
+UNCHANGED = "nothing"
+_SHELL_SIGNAL = 128  # a shell's exit code for a child that was ended by signal N is 128 + N
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a worker ended without an end of the run.
+
+    Attributes:
+        cause: one line for the person.
+        failure: the memory that ran out, when that is why.
+        is_certain: the system's own counters or messages say so.
+        planned: the worker has changed the plan itself.
+    """
+
+    cause: str
+    failure: MemoryFailure | None = None
+    is_certain: bool = False
+    planned: bool = False
+
+    @property
+    def fix(self) -> str:
+        if self.failure is not None and self.failure.where == HOST:
+            return "close other programs, raise the container's memory limit, or use a smaller model or --batch"
+        return "see the messages above; --no-supervise runs everything in one process"
+
+
+def diagnose(
+    code: int, text: str, kills_before: int | None, kills_after: int | None, *, wants_restart: bool = False
+) -> Death | None:
+    """Why a worker with this exit code is gone; None when it ended by itself (done, refused, saved, failed).
+
+    Args:
+        code: as `subprocess` gives it: negative for a signal.
+        text: the end of its standard error.
+        kills_before, kills_after: the kernel's count of processes killed for memory (`oom_kills`).
+    """
+    said = classify_text(text)
+    if wants_restart:
+        cause = said.line if said is not None else "the device does not answer any more"
+        return Death(cause, said, is_certain=True, planned=True)
+    number = -code if code < 0 else code - _SHELL_SIGNAL if code > _SHELL_SIGNAL else 0
+    if number in (0, signal.SIGINT, signal.SIGTERM):
+        if number == 0 and code != 0 and said is not None and said.source == "bitsandbytes":
+            return Death(said.line, said, is_certain=True)
+        return None
+    name = _signal_name(number)
+    if number == signal.SIGKILL:
+        counted = kills_before is not None and kills_after is not None and kills_after > kills_before
+        by_hand = "it was killed (SIGKILL), by the system or by hand"
+        cause = "the system killed it for memory (oom_kill)" if counted else by_hand
+        return Death(cause, MemoryFailure(HOST, "kernel", cause), is_certain=counted)
+    if said is not None:
+        return Death(f"{said.line} ({name})", said, is_certain=True)
+    return Death(f"it was ended by {name}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Restarts:
+    """Decides about restarts of one run: what changes, and when it is enough."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._checkpoint = self._last_checkpoint()
+        self._without_progress = 0
+        self._unchanged = 0
+
+    def next(self, death: Death, code: int, step: int) -> str:
+        """Prepare the run's folder for the next worker: the plan changed, the event written.
+
+        Args:
+            step: the last one that the worker finished.
+
+        Returns:
+            One line for the person.
+        Raises:
+            UserError: it has died often enough without getting on, or nothing is left to change (exit code 1).
+        """
+        last = self._last_checkpoint()
+        if last > self._checkpoint:
+            self._checkpoint, self._without_progress, self._unchanged = last, 0, 0
+        self._without_progress += 1
+        number, change = self._change(death)
+        self._unchanged += change == UNCHANGED
+        if self._without_progress > MOST_WITHOUT_PROGRESS or self._unchanged > MOST_UNCHANGED:
+            self._give_up(death, step)
+        self._tell(death, code, step, last, change, number)
+        begin = f"step {last}" if last else "the beginning"
+        changed = "" if change == UNCHANGED else f"; {change}"
+        return f"note: the run died after step {step}: {death.cause}{changed}; it goes on from {begin}"
+
+    def _change(self, death: Death) -> tuple[int | None, str]:
+        """(number of the new plan or None, what changes in words)."""
+        from fitune.planner.notch import next_notch
+        from fitune.train.run_folder import RunFolder
+
+        if death.failure is None or death.planned:
+            return None, UNCHANGED if not death.planned else self._planned()
+        if not death.is_certain and self._without_progress == 1:
+            return None, UNCHANGED  # perhaps somebody's hand: the same again, exactly
+        run = RunFolder(self.folder)
+        plan = plans.from_json(run.current_plan_path.read_text(encoding="utf-8"))
+        recipe = recipes.build(recipes.load(run.recipe_path))
+        fixed = frozenset(name for name in FIXABLE if getattr(recipe, name) not in (None, "auto"))
+        where = death.failure.where if death.failure.where in (HOST, "pinned") else DEVICE
+        found = next_notch(plan, fixed, where=where)
+        if found is not None:
+            return self._store(found[0]), found[1]
+        frugal_already = any(event.get("change") == FRUGAL for event in run.events())
+        if where == HOST and not frugal_already:
+            return None, FRUGAL
+        return None, UNCHANGED
+
+    def _planned(self) -> str:
+        from fitune.train.run_folder import RunFolder
+
+        changes = [event.get("change") for event in RunFolder(self.folder).events() if event.get("event") == "replan"]
+        return str(changes[-1]) if changes else UNCHANGED
+
+    def _store(self, plan: Plan) -> int:
+        number = len(list(self.folder.glob("plan.*.json"))) + 1
+        atomic_write(self.folder / f"plan.{number}.json", plan.to_json())
+        return number
+
+    def _tell(self, death: Death, code: int, step: int, last: int, change: str, number: int | None) -> None:
+        where = death.failure.where if death.failure is not None else None
+        fields: dict[str, Any] = dict(step=step, cause=death.cause, exit_code=code, where=where, change=change)
+        if change not in (UNCHANGED,) and not death.planned:
+            self._write("replan", step=step + 1, number=number, change=change, cause=death.cause, where=where,
+                        phase="restart")  # fmt: skip
+        self._write("restart", from_step=last, **fields)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        from fitune.train.events import EventLog
+        from fitune.train.run_folder import RunFolder
+
+        with EventLog(RunFolder(self.folder).events_path) as log:
+            log.write(event, **fields)
+
+    def _give_up(self, death: Death, step: int) -> None:
+        from fitune.train.report import write_report
+        from fitune.train.run_folder import RunFolder
+
+        run = RunFolder(self.folder)
+        what = f"the run died {self._without_progress} times after step {step} without getting on"
+        self._write("end", status="failed", step=step, seconds=0.0, error=f"{what}: {death.cause}")
+        write_report(run)
+        last = self._last_checkpoint()
+        saved = f"; the last checkpoint is at step {last}: fitune train --resume {run.argument}" if last else ""
+        raise UserError(what, death.cause, death.fix + saved, EXIT_FAILED)
+
+    def _last_checkpoint(self) -> int:
+        folder = self.folder / "checkpoints"
+        names = [re.fullmatch(r"step-(\d{8})", path.name) for path in folder.iterdir()] if folder.is_dir() else []
+        return max((int(match[1]) for match in names if match), default=0)

@@ -1,0 +1,291 @@
+"""Training in a process of its own, under a light one that starts it again when it dies.
+
+A worker may be killed by the system for the host's memory, ended by a library that prints and exits, or left with a
+device that does not answer. Its supervisor imports no torch, so that it is small and none of that reaches it: it reads
+what the worker tells, finds out why it died, takes the next notch of the plan and starts a worker that resumes the run.
+
+The worker writes to the terminal itself. Only its standard error passes through here (through a pseudo-terminal where
+there is one), because some libraries say there why they end the process. Signals are passed on; the worker is a session
+of its own, so that Ctrl-C reaches it once. When the supervisor dies, the worker ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from fitune.train.died import Death, Restarts, diagnose
+from fitune.train.oom import oom_kills
+
+EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: the worker has changed its plan and wants a new process
+ENVIRONMENT = "FITUNE_WORKER"
+UNSUPERVISED = "none"  # of a rank whose launcher has no supervisor
+_TAIL_BYTES = 64 << 10
+_TOLD = ("event", "step", "steps", "status", "run_folder", "resumed_from")
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
+_STOPS = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED, "SIGHUP": EXIT_TERMINATED}
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+def is_possible() -> bool:
+    """Whether this system has what it takes (POSIX processes and signals; not Windows itself, WSL has)."""
+    return os.name == "posix"
+
+
+# ---- the worker's side -----------------------------------------------------------------------------------------------
+
+
+class Link:
+    """The worker's connection to its supervisor: events go up, and when the supervisor dies so does the worker."""
+
+    def __init__(self, lifeline: int, status: int, tells_all: bool):
+        self._status, self._tells_all, self.is_supervised = status, tells_all, True
+        for descriptor in (lifeline, status):
+            os.set_inheritable(descriptor, False)
+        threading.Thread(target=self._watch, args=(lifeline,), name="lifeline", daemon=True).start()
+
+    @staticmethod
+    def _watch(lifeline: int) -> None:
+        with contextlib.suppress(OSError):
+            os.read(lifeline, 1)  # nothing is ever written: it returns when the supervisor's end is closed
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Tell the supervisor of an event; a supervisor that is gone is no error."""
+        shown = event if self._tells_all else {k: event[k] for k in _TOLD if k in event}
+        with contextlib.suppress(OSError):
+            view = memoryview(json.dumps(shown).encode() + b"\n")
+            while view:
+                view = view[os.write(self._status, view) :]
+
+
+def link() -> Link | None:
+    """This process' connection to its supervisor; None when it has none. Its own children are no workers."""
+    found = os.environ.pop(ENVIRONMENT, None)
+    if found is None:
+        return None
+    lifeline, status, tells = found.split(",")
+    made = Link(int(lifeline), int(status), tells == "all")
+    made.is_supervised = tells != UNSUPERVISED
+    return made
+
+
+def for_ranks(link: Link | None) -> tuple[tuple[str, str], int | None]:
+    """For a `fitune.parallel.launch.Launcher` in this process: how its processes are tied to it, and where the first of
+    them tells its events (this process' own supervisor)."""
+    tells = UNSUPERVISED if link is None else "all" if link._tells_all else "some"
+    return (ENVIRONMENT, "{lifeline},{status}," + tells), None if link is None else link._status
+
+
+# ---- the supervisor's side -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Heard:
+    """What one worker told."""
+
+    folder: Path | None = None
+    step: int = 0
+    status: str | None = None  # of its `end`
+    started: bool = False
+    tail: bytearray = field(default_factory=bytearray)
+
+    @property
+    def text(self) -> str:
+        return self.tail.decode("utf-8", "replace")
+
+
+class Supervisor:
+    """Runs a worker until the run has ended, one way or another.
+
+    Args:
+        first: the command of the first worker.
+        again: the command of a worker that resumes the run in this folder.
+        on_event: also called with every event of the workers.
+        tell: called with one line whenever a worker is started again.
+        to_stderr: what the workers print goes there too.
+    """
+
+    def __init__(
+        self, first: Sequence[str], again: Callable[[Path], Sequence[str]], *, on_event: OnEvent | None = None,
+        tell: Callable[[str], None] = lambda text: None, to_stderr: bool = False,
+    ):  # fmt: skip
+        self.first, self.again, self.on_event, self.tell = first, again, on_event, tell
+        self.to_stderr = to_stderr
+        self.folder: Path | None = None
+        self.stop_code: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """The exit code of the run.
+
+        Raises:
+            UserError: it died again and again without getting on (exit code 1).
+        """
+        restarts: Restarts | None = None
+        command = self.first
+        with self._signals():
+            while True:
+                kills = oom_kills()
+                code, heard = self._work(command)
+                self.folder = heard.folder or self.folder
+                death = diagnose(code, heard.text, kills, oom_kills(), wants_restart=code == EXIT_RESTART)
+                if self.stop_code is not None:
+                    return self.stop_code if code < 0 else code
+                if death is None or heard.status is not None:
+                    return code
+                if self.folder is None:
+                    return self._too_early(code, death)
+                restarts = restarts or Restarts(self.folder)
+                self.tell(restarts.next(death, code, heard.step))
+                command = self.again(self.folder)
+
+    def _too_early(self, code: int, death: Death) -> int:
+        if code >= 0:
+            return code  # it has said what is wrong
+        raise UserError("the run died before it began", death.cause, death.fix, EXIT_FAILED)
+
+    def _work(self, command: Sequence[str]) -> tuple[int, _Heard]:
+        """One worker from its start to its end: (exit code, negative for a signal; what it told)."""
+        lifeline, lifeline_end = os.pipe()
+        status, status_end = os.pipe()
+        errors, errors_end = _error_channel()
+        told = "all" if self.on_event is not None else "some"
+        environment = os.environ | {ENVIRONMENT: f"{lifeline},{status_end},{told}"}
+        try:
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=errors_end if self.to_stderr else None,
+                stderr=errors_end, pass_fds=(lifeline, status_end), env=environment, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            problem = UserError("cannot start the training process", str(error), "try --no-supervise", EXIT_FAILED)
+            raise problem from None
+        finally:
+            for descriptor in (lifeline, status_end, errors_end):
+                os.close(descriptor)
+        heard = _Heard()
+        try:
+            self._listen(status, errors, heard)
+            return self._process.wait(), heard
+        finally:
+            self._process = None
+            for descriptor in (lifeline_end, status, errors):
+                os.close(descriptor)
+
+    def _listen(self, status: int, errors: int, heard: _Heard) -> None:
+        """Until the worker has ended; what its own children still write is not waited for."""
+        assert self._process is not None
+        pending = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(status, selectors.EVENT_READ)
+            selector.register(errors, selectors.EVENT_READ)
+            while status in selector.get_map() or self._process.poll() is None:
+                wait_s = None if status in selector.get_map() else 0.05
+                for key, _ in selector.select(wait_s):
+                    data = _read(key.fd)
+                    if not data:
+                        selector.unregister(key.fd)
+                    elif key.fd == status:
+                        *lines, pending = (pending + data).split(b"\n")
+                        for line in lines:
+                            self._hear(line, heard)
+                    else:
+                        _pass_on(data, heard)
+            while errors in selector.get_map() and selector.select(0):
+                data = _read(errors)
+                if not data:
+                    break
+                _pass_on(data, heard)
+
+    def _hear(self, line: bytes, heard: _Heard) -> None:
+        event = json.loads(line)
+        kind = event.get("event")
+        if kind == "folder":
+            heard.folder = Path(event["run_folder"])
+        elif kind == "start":
+            heard.started = True
+        elif kind == "end":
+            heard.status = event.get("status")
+        elif kind == "step":
+            heard.step = int(event["step"])
+        if self.on_event is not None:
+            self.on_event(event)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass signals on to the worker; what this process was told to ignore stays ignored, in the worker too."""
+        previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for name in _FORWARDED:
+                number = getattr(signal, name)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    previous[number] = signal.signal(number, self._forward)
+            if hasattr(signal, "SIGTSTP") and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+                previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: Any) -> None:
+        self.stop_code = _STOPS[signal.Signals(number).name]
+        self._send(number)
+
+    def _pause(self, number: int, frame: Any) -> None:
+        """Ctrl-Z: the worker stops, then this process; both go on together."""
+        self._send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def _error_channel() -> tuple[int, int]:
+    """(our end, the worker's end) for standard error: a pseudo-terminal where ours is a terminal, so that colours and
+    progress bars stay; else a pipe."""
+    if not sys.stderr.isatty():
+        return os.pipe()
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST  # our own terminal turns a line feed into what it needs
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    with contextlib.suppress(OSError):
+        termios.tcsetwinsize(theirs, termios.tcgetwinsize(sys.stderr.fileno()))
+    return ours, theirs
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # a pseudo-terminal whose other end is closed
+        return b""
+
+
+def _pass_on(data: bytes, heard: _Heard) -> None:
+    heard.tail += data
+    del heard.tail[:-_TAIL_BYTES]
+    with contextlib.suppress(OSError, ValueError):  # nobody reads our errors any more
+        sys.stderr.flush()
+        view = memoryview(data)
+        while view:
+            view = view[os.write(sys.stderr.fileno(), view) :]

@@ -1,0 +1,76 @@
+"""Cross-entropy over tiles of the vocabulary against the whole, and against double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fitune.model.formats import Scratch
+from fitune.model.loss import IGNORED, chunk_cross_entropy
+from fitune.model.tiled_loss import TiledCrossEntropy
+
+TOKENS, VOCABULARY = 9, 50
+
+
+def case(scale=4.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(TOKENS, VOCABULARY, generator=generator) * scale).to(dtype)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    targets[3] = IGNORED
+    return logits, targets
+
+
+def in_tiles(logits, targets, width, grad_scale=1.0, scratch=None):
+    tiled = TiledCrossEntropy(targets)
+    for first in range(0, VOCABULARY, width):
+        tiled.see(logits[:, first : first + width], first, scratch)
+    parts = [tiled.gradient(logits[:, f : f + width], f, grad_scale, scratch) for f in range(0, VOCABULARY, width)]
+    return tiled.loss(), torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 7, 50, 64])
+def test_tiles_equal_the_whole(width, dtype):
+    logits, targets = case(dtype=dtype)
+    untouched = logits.clone()
+    loss, grad = in_tiles(logits, targets, width, grad_scale=0.25)
+    expected, whole = chunk_cross_entropy(logits, targets, 0.25)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert grad.dtype == dtype and torch.equal(logits, untouched)
+    assert (grad.float() - whole.float()).abs().max() <= max(2e-7, torch.finfo(dtype).eps) * whole.abs().max()
+
+
+def test_against_double_precision():
+    logits, targets = case()
+    wide = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
+    expected.backward()
+    loss, grad = in_tiles(logits, targets, 13)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (grad - wide.grad).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
+def test_logits_of_any_size(scale):
+    """No overflow, and no loss of the small ones: maxima move from tile to tile."""
+    logits, targets = case(scale)
+    logits, order = logits.sort(1)  # each tile has a higher maximum than the one before
+    loss, grad = in_tiles(logits, targets, 5)
+    expected, whole = chunk_cross_entropy(logits, targets, 1.0)
+    assert torch.isfinite(grad).all() and loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(grad, whole, atol=1e-6)
+
+
+def test_tokens_without_a_target():
+    logits, targets = case()
+    loss, grad = in_tiles(logits, torch.full_like(targets, IGNORED), 7)
+    assert loss.item() == 0.0 and not grad.any()
+    _, grad = in_tiles(logits, targets, 7)
+    assert not grad[3].any() and grad[2].any()
+
+
+def test_a_shared_buffer_changes_nothing():
+    logits, targets = case(dtype=torch.bfloat16)
+    scratch = Scratch(TOKENS * 7 * 4, "cpu")
+    plain, shared = in_tiles(logits, targets, 7), in_tiles(logits, targets, 7, scratch=scratch)
+    assert torch.equal(plain[0], shared[0]) and torch.equal(plain[1], shared[1])

@@ -1,0 +1,57 @@
+"""One rank runs out of memory: all change their plan together, do the same step again and finish."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.runs import train
+from tests.parallel.test_runs import losses
+from tests.train.tiny_run import of_kind
+
+OOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 9.77 GiB"
+
+
+def fail_on(failing: int, method: str, at_call: int, rank: int) -> None:
+    """In the processes of one rank a method of the driver or the engine raises at its `at_call`-th call."""
+    from fitune.engine.driver import Driver
+    from fitune.engine.engine import Engine
+
+    if rank != failing:
+        return
+    owner: Any = Driver if hasattr(Driver, method) else Engine
+    real, count = getattr(owner, method), [0]
+
+    def wrapper(self: Any, *arguments: Any, **options: Any) -> Any:
+        count[0] += self.built.device.type != "meta"
+        if count[0] == at_call and self.built.device.type != "meta":
+            raise torch.OutOfMemoryError(OOM)
+        return real(self, *arguments, **options)
+
+    setattr(owner, method, wrapper)
+
+
+# The first evaluation takes 2 calls of run_layer on each rank, a step of one micro-batch of two layers 4 or more.
+@pytest.mark.parametrize(
+    ("parallel", "failing", "method", "at_call"),
+    [
+        ("auto", 1, "run_layer", 2),  # in an evaluation
+        ("fsdp2", 1, "run_layer", 9),  # in the middle of a step whose layers all ranks gather together
+        ("fsdp2", 0, "run_layer", 13),
+        ("auto", 1, "_update", 4),  # the others have made the same update: all go back to the last checkpoint
+    ],
+)
+def test_all_change_together(
+    job: Any, alone: Path, tmp_path: Path, parallel: str, failing: int, method: str, at_call: int
+):
+    settings = job(tmp_path / "run", parallel=parallel)
+    results = train(2, settings, prepare=functools.partial(fail_on, failing, method, at_call))
+    assert [r[:2] for r in results] == [("done", 0)] * 2
+    assert [e["step"] for e in of_kind(tmp_path / "run", "step")] == list(range(1, 7)), "no step is lost or repeated"
+    (told,) = of_kind(tmp_path / "run", "replan")
+    assert told["change"] == "micro-batch 3 -> 2" and told["where"] == "device"
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-4)

@@ -1,0 +1,173 @@
+"""One command starts every rank, passes signals on, and ends all of them when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fitune import recipe as recipes
+from fitune.errors import EXIT_TERMINATED, UserError
+from fitune.parallel import world as worlds
+from fitune.parallel.launch import Launcher, num_processes
+from fitune.parallel.world import World, card_of, from_environment
+from fitune.train.supervise import for_ranks
+from tests.conftest import ROOT
+from tests.train.tiny_run import of_kind, steps_done
+
+
+def recipe(**values: Any) -> recipes.Recipe:
+    return recipes.build(dict(model="smollm2", data="demo", batch=8) | values)
+
+
+# ---- how many, and which card ----------------------------------------------------------------------------------------
+
+
+def test_how_many_processes():
+    assert num_processes(recipe(), 4) == 4 and num_processes(recipe(), 1) == 1 and num_processes(recipe(), 0) == 1
+    assert num_processes(recipe(devices="0,2"), 4) == 2 and num_processes(recipe(nproc=2), 4) == 2
+    assert num_processes(recipe(parallel="none"), 4) == 1 and num_processes(recipe(batch=3), 4) == 3
+    assert num_processes(recipe(devices="cpu"), 4) == 1 and num_processes(recipe(devices="cpu", nproc=2), 4) == 2
+    with pytest.raises(UserError) as caught:
+        num_processes(recipe(nproc=4), 2)
+    assert caught.value.what == "cannot use 4 GPUs" and caught.value.fix == "use --nproc 2"
+
+
+def test_each_rank_gets_its_own_card():
+    def cards(devices: str | None, visible: str | None, size: int = 2) -> list[str]:
+        return [card_of(World(rank, size, rank, size), devices, visible) for rank in range(size)]
+
+    assert cards(None, None) == ["0", "1"] and cards("3,1", None) == ["3", "1"]
+    assert cards(None, "4,6") == ["4", "6"] and cards("1,0", "GPU-a,GPU-b") == ["GPU-b", "GPU-a"]
+    assert cards(None, "5") == ["5", "5"], "a scheduler that shows each process one card"
+    with pytest.raises(UserError, match="3 processes for 2 GPUs"):
+        cards("0,1", None, 3)
+    with pytest.raises(UserError, match="named twice"):
+        num_processes(recipe(devices="0,0"), 2)
+
+
+def test_the_place_comes_from_torchrun_or_slurm():
+    torchrun = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1")
+    assert from_environment(torchrun) == World(3, 4, 1, 2, "a", 1)
+    assert from_environment(torchrun | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarted  # type: ignore[union-attr]
+    slurm = dict(
+        SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="4", SLURM_LOCALID="1", SLURM_NTASKS_PER_NODE="2", MASTER_ADDR="n1"
+    )
+    assert from_environment(slurm) == World(1, 4, 1, 2, "n1", 29500)
+    assert from_environment({}) is None and from_environment(dict(RANK="0", WORLD_SIZE="1")) is None
+    with pytest.raises(UserError) as caught:
+        from_environment(torchrun | {"WORLD_SIZE": "many"})
+    assert caught.value.why == "WORLD_SIZE is 'many', not a number"
+
+
+# ---- the launcher alone ----------------------------------------------------------------------------------------------
+
+
+def launch(code: str, size: int = 2) -> int:
+    return Launcher([sys.executable, "-c", code], size, for_ranks(None)[0]).run()
+
+
+def test_every_rank_knows_its_place(tmp_path: Path):
+    code = (f"import os, pathlib; e = os.environ; pathlib.Path({str(tmp_path)!r}, e['RANK']).write_text("
+            "' '.join(e[n] for n in ('WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_PORT')))")  # fmt: skip
+    assert launch(code, 3) == 0
+    texts = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [t[:3] for t in texts] == [["3", str(rank), "3"] for rank in range(3)]
+    assert len({t[3] for t in texts}) == 1
+
+
+def test_a_failure_ends_all_and_is_shown(capfd: pytest.CaptureFixture[str]):
+    code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no such file: x'); time.sleep(60)"
+    started = time.monotonic()
+    assert launch(code) == 1 and time.monotonic() - started < 20
+    assert "process 1 of 2 failed:\nno such file: x" in capfd.readouterr().err
+
+
+def test_a_killed_rank_gives_the_shells_code():
+    assert launch("import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)") == 137
+
+
+def test_what_all_say_is_shown_once(capfd: pytest.CaptureFixture[str]):
+    assert launch("import sys; sys.stderr.write('the data is broken\\n'); sys.exit(2)") == 2
+    assert capfd.readouterr().err.count("the data is broken") == 1
+
+
+def test_a_rank_that_saves_is_waited_for(tmp_path: Path):
+    """The others have ended with the same code long before the first one has written everything."""
+    done = tmp_path / "done"
+    code = (f"import os, sys, time, pathlib; first = os.environ['RANK'] == '0'; time.sleep(5 * first); "
+            f"first and pathlib.Path({str(done)!r}).touch(); sys.exit(143)")  # fmt: skip
+    assert launch(code) == EXIT_TERMINATED and done.exists()
+
+
+def test_signals_reach_all_ranks(tmp_path: Path):
+    code = (f"import os, pathlib, signal, sys, time\n"
+            f"def stop(*_): pathlib.Path({str(tmp_path)!r}, 'stopped' + os.environ['RANK']).touch(); sys.exit(130)\n"
+            f"signal.signal(signal.SIGINT, stop); pathlib.Path({str(tmp_path)!r}, 'up' + os.environ['RANK']).touch()\n"
+            f"time.sleep(60)")  # fmt: skip
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("up*"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert launch(code) == 130 and len(list(tmp_path.glob("stopped*"))) == 2
+
+
+# ---- the real command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_stops_in_one_checkpoint_and_goes_on(job: Any, alone: Path, tmp_path: Path):
+    """`--nproc 2`, SIGTERM in the middle, the same run on one process: the losses of a run that was never stopped."""
+    run = tmp_path / "run"
+    settings = job(run, save_every=100)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({k: v for k, v in settings.items()}))
+    command = [sys.executable, "-m", "fitune", "train", str(tmp_path / "recipe.yaml"), "--nproc", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 120
+    while not (run / "events.jsonl").exists() or steps_done(run) < 1:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    if process.returncode == 0:
+        pytest.skip("the run was over before the signal came")
+    assert process.returncode == EXIT_TERMINATED, output
+    saved = of_kind(run, "checkpoint")
+    assert len(saved) == 1 and saved[0]["step"] == steps_done(run)
+    again = subprocess.run([sys.executable, "-m", "fitune", "train", "--resume", str(run), "--nproc", "1"],
+                           env=environment, capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert again.returncode == 0, again.stdout + again.stderr
+    ours = [e["loss"] for e in of_kind(run, "step")]
+    assert ours == pytest.approx([e["loss"] for e in of_kind(alone, "step")], rel=1e-4)
+
+
+def test_several_processes_need_a_way_to_start(job: Any, tmp_path: Path):
+    from fitune.train import run
+
+    with pytest.raises(UserError) as caught:
+        run(recipes.build(job(tmp_path / "run", nproc=2)))
+    assert caught.value.what == "cannot start 2 processes from here" and "torchrun" in caught.value.fix
+    assert not (tmp_path / "run").exists()
+    for size, changes, message in ((2, dict(parallel="none"), "--parallel none cannot run on 2 processes"),
+                                   (4, dict(batch=3), "4 processes cannot share a batch of 3")):  # fmt: skip
+        from fitune.train.ranks import check
+
+        with pytest.raises(UserError, match=message):
+            check(recipe(**changes), size)
+
+
+def test_variables_are_only_added(monkeypatch: pytest.MonkeyPatch):
+    environ = {"RANK": "5"}
+    worlds.publish(World(1, 2, 1, 2, "host", 7), environ)
+    assert environ["RANK"] == "5" and environ["MASTER_ADDR"] == "host" and environ["MASTER_PORT"] == "7"

@@ -1,0 +1,212 @@
+"""The supervisor with real processes, their workers small programs without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fitune.errors import EXIT_FAILED, UserError
+from fitune.train.events import read_events
+from fitune.train.supervise import Supervisor
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+from fitune.train.supervise import link
+
+run, *acts = sys.argv[1:]
+up = link()
+assert up is not None and "FITUNE_WORKER" not in os.environ
+life = Path(run) / "lives"
+number = int(life.read_text()) if life.exists() else 0
+life.write_text(str(number + 1))
+up.on_event({"event": "folder", "run_folder": run})
+up.on_event({"event": "start", "steps": 9})
+up.on_event({"event": "step", "step": number + 1, "loss": 1.5})
+act = acts[min(number, len(acts) - 1)]
+def end(status, code):
+    up.on_event({"event": "end", "status": status})
+    sys.exit(code)
+if act == "done":
+    print("printed", flush=True)
+    end("done", 0)
+if act == "refused":
+    print("error: no", file=sys.stderr)
+    end("failed", 2)
+if act == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if act == "restart":
+    print("NCCL error: out of memory", file=sys.stderr)
+    sys.exit(75)
+if act == "bitsandbytes":
+    print("Error out of memory at line 380 in file /src/csrc/pythonInterface.c", file=sys.stderr, flush=True)
+    os._exit(1)
+if act == "wait":
+    def stop(received, frame):
+        up.on_event({"event": "end", "status": "terminated"})
+        os._exit(143 if received == signal.SIGTERM else 130)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    Path(run, "waiting").write_text(str(os.getpid()))
+    for _ in range(600):
+        time.sleep(0.05)
+"""
+SUPERVISED = """
+import sys
+from pathlib import Path
+from fitune.train.supervise import Supervisor
+first = [sys.executable, *sys.argv[1:]]
+code = Supervisor(first, lambda run: first, tell=lambda text: print(text, file=sys.stderr)).run()
+assert not {"torch", "numpy", "transformers"} & set(sys.modules)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path):
+    """`worker("kill", "done")`: the command of a worker that dies in its first life and ends in its second."""
+    program = tmp_path / "worker.py"
+    program.write_text(WORKER)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("model: smollm2\ndata: demo\n")
+    (run / "plan.json").write_text(tiny.make_plan(micro_batch=4).to_json())
+
+    def command(*acts: str) -> list[str]:
+        return [str(program), str(run), *acts]
+
+    return command
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def supervise(command: list[str], **options) -> int:
+    first = [sys.executable, *command]
+    return Supervisor(first, lambda run: first, **options).run()
+
+
+def lives(tmp_path: Path) -> int:
+    return int((tmp_path / "run" / "lives").read_text())
+
+
+@pytest.mark.parametrize(("act", "code"), [("done", 0), ("refused", 2)])
+def test_an_end_is_passed_on(act: str, code: int, worker, tmp_path: Path, capfd):
+    heard: list[dict] = []
+    assert supervise(worker(act), on_event=heard.append) == code
+    assert lives(tmp_path) == 1
+    assert [e["event"] for e in heard] == ["folder", "start", "step", "end"] and heard[2]["loss"] == 1.5
+    output = capfd.readouterr()
+    assert (output.out, output.err) == (("printed\n", "") if act == "done" else ("", "error: no\n"))
+
+
+@pytest.mark.parametrize(
+    ("act", "cause", "change"),
+    [
+        ("kill", "it was killed (SIGKILL), by the system or by hand", "nothing"),
+        ("bitsandbytes", "Error out of memory at line 380 in file /src/csrc/pythonInterface.c", "micro-batch 4 -> 2"),
+        ("restart", "NCCL error: out of memory", "nothing"),
+    ],
+)
+def test_a_death_is_followed_by_another_life(act: str, cause: str, change: str, worker, tmp_path: Path):
+    told: list[str] = []
+    assert supervise(worker(act, "done"), tell=told.append) == 0
+    assert lives(tmp_path) == 2
+    (restart,) = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "restart"]
+    assert (restart["cause"], restart["change"], restart["step"]) == (cause, change, 1)
+    assert len(told) == 1 and cause in told[0] and told[0].startswith("note: the run died after step 1: ")
+
+
+def test_it_gives_up(worker, tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        supervise(worker("kill"))
+    assert caught.value.exit_code == EXIT_FAILED and "without getting on" in caught.value.what
+    assert 3 <= lives(tmp_path) <= 6, "each life changes something or it is the last but one"
+
+
+def test_a_death_before_there_is_a_run():
+    with pytest.raises(UserError) as caught:
+        supervise(["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+    assert caught.value.what == "the run died before it began" and "killed" in caught.value.why
+    assert supervise(["-c", "import sys; sys.exit(2)"]) == 2
+
+
+def start(worker, tmp_path: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A supervisor in a process of its own, and the pid of its worker, which waits."""
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISED, *worker("wait")], stderr=subprocess.PIPE)
+    waiting = tmp_path / "run" / "waiting"
+    end = time.monotonic() + 60
+    while not (waiting.exists() and waiting.read_text()):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+    return process, int(waiting.read_text())
+
+
+def gone(pid: int) -> bool:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_reach_the_worker_and_no_life_follows(number: int, code: int, worker, tmp_path: Path):
+    process, pid = start(worker, tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert gone(pid) and lives(tmp_path) == 1
+
+
+def test_the_worker_dies_with_its_supervisor(worker, tmp_path: Path):
+    """Else `kill -9` of the command would leave a training behind that nobody sees."""
+    process, pid = start(worker, tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    assert gone(pid)
+
+
+def test_a_stopped_run_is_not_started_again(worker, tmp_path: Path):
+    """Killed by the system while it saves after a SIGTERM: the scheduler wants it gone."""
+    process, pid = start(worker, tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 143 and lives(tmp_path) == 1
+
+
+def test_a_terminal_stays_a_terminal(worker):
+    """Standard error of the worker is a terminal where ours is one."""
+    import pty
+
+    master, slave = pty.openpty()
+    code = "import os, sys; print(os.isatty(2), file=sys.stderr)"
+    program = (
+        "import sys; from fitune.train.supervise import Supervisor; "
+        f"sys.exit(Supervisor([sys.executable, '-c', {code!r}], list).run())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=slave, stdin=slave, stdout=slave)
+    os.close(slave)
+    shown = b""
+    while b"\n" not in shown:
+        shown += os.read(master, 100)
+    assert process.wait(60) == 0 and shown.strip() == b"True", json.dumps(shown.decode())

@@ -80,7 +80,9 @@ def run_case(config: dict[str, Any], settings: dict[str, Any], device: str, fold
 
     water.reset()
     place = dict(devices="cpu") if device == "cpu" else {}
-    result = fitune.train(f"random:{model}", data=str(data), out=str(out), on_event=on_event, **JOB, **place, **settings)
+    result = fitune.train(
+        f"random:{model}", data=str(data), out=str(out), on_event=on_event, **JOB, **place, **settings
+    )
     peaks["result"] = water.read()
     lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     saved = [line["bytes"] for line in lines if line["event"] == "checkpoint"]
@@ -110,7 +112,7 @@ def measure(name: str, device: str) -> dict[str, Any]:
             merged = child("merge", name, device, temp)
             record["phases"] |= merged.pop("phases")
             record |= merged
-    plan = record.pop("plan")
+    plan = record.pop("plan") | {"model": "random:config.json", "predicted": {}, "reasons": []}
     return {
         "name": name, "model": config, "job": JOB, "recipe": settings, "plan": plan,
         "platform": f"{platform.system()} {platform.machine()}", "device": device, "versions": versions(),

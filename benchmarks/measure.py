@@ -358,7 +358,7 @@ def _at_cap(point: Point, built: Any, cap_bytes: int) -> dict[str, Any]:
     phases: dict[str, Any] = {}
     outcome = "ran"
     try:
-        _steps(point, built, 3, phases)
+        _steps(point, built, 2, phases)
     except torch.OutOfMemoryError as error:
         outcome = f"OOM: {str(error)[:160]}"
     retries = torch.cuda.memory_stats()["num_alloc_retries"] - before

@@ -303,8 +303,6 @@ def main() -> None:
         started = time.time()
         recorded.append(_forked(name, args.frames))
         print(f"recorded {name} [{time.time() - started:.0f} s]", flush=True)
-    for result in recorded:  # only now: a prediction may start CUDA, after which no fork can use it
-        show(result, args.frames, args.most)
     results = [
         {**result, "parts": [{k: p[k] for k in ("part", "layer", "events")} for p in result["parts"]]}
         for result in recorded
@@ -314,6 +312,8 @@ def main() -> None:
     with gzip.GzipFile(args.out, "wb", mtime=0) as file:
         file.write(json.dumps(results, separators=(",", ":")).encode())
     print(f"{args.out}: {len(results)} cases, {args.out.stat().st_size} bytes")
+    for result in recorded:  # only now: a prediction may start CUDA, after which no fork can use it
+        show(result, args.frames, args.most)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,10 @@ _8B = dict(model=LLAMA, method="qlora", seq_len=2048, **_ALL)
 _BF16 = _8B | dict(method="lora")
 
 
-def _case(recipe: dict[str, Any], against: str | None = None, **changes: Any) -> dict[str, Any]:
-    return {"recipe": recipe, "changes": changes, "against": against}
+def _case(
+    recipe: dict[str, Any], against: str | None = None, link_bytes_per_s: float | None = None, **changes: Any
+) -> dict[str, Any]:
+    return {"recipe": recipe, "changes": changes, "against": against, "link_bytes_per_s": link_bytes_per_s}
 
 
 # name: recipe, changes of the plan, the resident case its speed is compared with
@@ -64,6 +66,15 @@ MORE: dict[str, dict[str, Any]] = {
     "8b-nf4-1x2048-ring-3": _case(_8B | dict(batch=1), "8b-nf4-1x2048-resident", **RING | dict(ring_buffers=3)),
     "8b-nf4-1x2048-half-resident": _case(
         _8B | dict(batch=1), "8b-nf4-1x2048-resident", **RING | dict(resident_layers=16)
+    ),
+    "8b-nf4-4x2048-ring-12gb-s": _case(
+        _8B | dict(batch=4), "8b-nf4-4x2048-resident", **RING, link_bytes_per_s=12e9
+    ),
+    "8b-nf4-1x2048-ring-25gb-s": _case(
+        _8B | dict(batch=1), "8b-nf4-1x2048-resident", **RING, link_bytes_per_s=25e9
+    ),
+    "8b-bf16-4x2048-ring-25gb-s": _case(
+        _BF16 | dict(batch=4), "8b-nf4-4x2048-resident", **RING, link_bytes_per_s=25e9
     ),
     "8b-nf4-1x2048-pageable": _case(
         _8B | dict(batch=1), "8b-nf4-1x2048-resident", **RING | dict(stream_from="pageable")
@@ -169,6 +180,8 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     started = time.perf_counter()
     engine = gpu_records._engine(recipe, plan)
     phases = {"load": meter.peaks() | {"seconds": time.perf_counter() - started}}
+    if case["link_bytes_per_s"]:
+        _throttle(engine.driver.weights, case["link_bytes_per_s"])
     vocab_size = engine.built.model.config.vocab_size
     seconds, links, losses = [], [], []
     for step in range(steps):
@@ -213,11 +226,60 @@ def measure(name: str, steps: int) -> dict[str, Any]:
         "cap_bytes": None,
         "predicted": None,
         "against": case["against"],
+        "throttled_to_bytes_per_s": case["link_bytes_per_s"],
         "link": link,
         "store": sizes,
         "measured": {**top, "step_s": step_s, "tokens_per_s": plan.batch * plan.seq_len / step_s, "losses": losses,
                      "seconds": seconds, "phases": phases},
     }  # fmt: skip
+
+
+def _throttle(ring: Any, bytes_per_s: float) -> None:
+    """Make the link as slow as another machine's: after each copy its stream sleeps for the rest of the time that the
+    copy would take there. (The recorded link speed stays that of the copies themselves.)"""
+    import torch
+
+    fetch = ring._fetch
+    cycles_per_s = _clock()
+    own = _copy_speed(ring)
+
+    def slow(item: Any, slot: Any) -> None:
+        fetch(item, slot)
+        num_bytes = ring._origin(item).num_bytes
+        missing_s = num_bytes / bytes_per_s - num_bytes / own
+        with torch.cuda.stream(ring._stream):
+            torch.cuda._sleep(int(max(0.0, missing_s) * cycles_per_s))
+        slot.ready.record(ring._stream)
+
+    ring._fetch = slow
+
+
+def _clock() -> float:
+    """Cycles per second of `torch.cuda._sleep`."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        begin.record()
+        torch.cuda._sleep(100_000_000)
+        end.record()
+        torch.cuda.synchronize()
+    return 100_000_000 / (begin.elapsed_time(end) / 1e3)
+
+
+def _copy_speed(ring: Any) -> float:
+    """Bytes per second of the real link, from one layer's copy."""
+    import torch
+
+    buffer = ring.streamed.backing.flat(next(iter(ring.streamed.layouts))).tensor
+    target = ring.slots[0].buffer[: buffer.numel()]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        begin.record()
+        target.copy_(buffer, non_blocking=True)
+        end.record()
+        torch.cuda.synchronize()
+    return buffer.numel() / (begin.elapsed_time(end) / 1e3)
 
 
 def equality() -> dict[str, Any]:

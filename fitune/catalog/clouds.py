@@ -1,5 +1,5 @@
-"""Rentable instances with dated prices: the catalog's table, or one of the person's own. Prices are per hour and for the
-whole instance.
+"""Rentable instances with dated prices: the catalog's table, or one of the person's own. Prices are per hour and for
+the whole instance.
 
 A price is *firm* when a named source says it and it is not old; all others (recalled, converted, of years ago) are
 shown as doubtful wherever they appear.
@@ -140,7 +140,7 @@ def offers(gpu_id: str | None = None, num_gpus: int | None = None) -> list[Insta
 
 # ---- a person's own table --------------------------------------------------------------------------------------------
 
-HOW = "columns: gpu, usd_per_hour (or cny_per_hour, ...); optional: provider, num_gpus, usd_per_hour_spot, instance, ..."
+HOW = "columns: gpu, usd_per_hour (or cny_per_hour, ...); optional: provider, num_gpus, usd_per_hour_spot, date, ..."
 
 
 def read_prices(path: Path) -> PriceTable:

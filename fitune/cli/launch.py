@@ -1,12 +1,15 @@
-"""`fitune train` on several GPUs: how many processes, and starting them."""
+"""`fitune train` on several GPUs: how many processes, and starting them; files that start a job on several machines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from fitune.cli import api
-from fitune.errors import EXIT_FAILED
+from fitune.cli.output import json_option, print_json
+from fitune.errors import EXIT_DONE, EXIT_FAILED
 
 if TYPE_CHECKING:
     from fitune.train.supervise import Link
@@ -33,3 +36,27 @@ def run(command: list[str], size: int, link: Link | None) -> int:
     tie, status = for_ranks(link)
     code = Launcher(command, size, tie, status=status).run()
     return EXIT_FAILED if code == EXIT_RESTART and link is None else code
+
+
+@click.command("launch")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--nodes", type=click.IntRange(min=1), default=2, show_default=True, help="Machines.")
+@click.option("--gpus", type=click.IntRange(min=1), default=8, show_default=True, help="GPUs of each machine.")
+@click.option("--gpu-name", default="H100", show_default=True, help="Their name, for SkyPilot.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", default=Path("launch"), show_default=True,
+              help="Where to.")  # fmt: skip
+@json_option
+def export_command(recipe: Path, nodes: int, gpus: int, gpu_name: str, out: Path, as_json: bool) -> int:
+    """Write files that start a job on several machines and go on after a preemption: launch.sh (any machines, by
+    torchrun), job.slurm and sky.yaml.
+
+    RECIPE is a recipe file (.yaml) that names its data and its run folder (out), both on storage that all machines see.
+    """
+    from fitune.export.launch import write_launch
+
+    written = write_launch(recipe, out, nodes=nodes, gpus=gpus, gpu_name=gpu_name)
+    if as_json:
+        print_json({"files": [str(path) for path in written]})
+    else:
+        click.echo("\n".join(str(path) for path in written))
+    return EXIT_DONE

@@ -11,7 +11,6 @@ from fitune.units import format_bytes, format_count, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from fitune.plan import Plan
     from fitune.planner.advise import Advice, CardAdvice
@@ -42,13 +41,15 @@ def show_advice(console: Console, advice: Advice, lang: str = "en", top: int = T
     if not advice.within:
         say(words("nothing_within"))
     say("")
-    console.print(cards_table(advice, shown[:top], words))
+    for line, style in card_lines(advice, shown[:top], words, console.width):
+        say(line, style=style)
     if len(shown) > top:
         say("  " + words("more", n=len(shown) - top, all=len(shown)))
     console.print()
     limited = words("providers_limited") if advice.within and any(advice.limits.values()) else ""
     say(words("providers", limited=limited), style="bold")
-    console.print(providers_table(advice, shown, words))
+    for line in provider_lines(advice, shown, words, console.width):
+        say(line)
     say("")
     for line in foot_lines(advice, shown[:top], words):
         say(line)
@@ -76,17 +77,27 @@ def head_lines(advice: Advice, words: Words) -> Iterator[str]:
         yield words("job_tokens", tokens=format_count(job.tokens), epochs=epochs, steps=f"{job.steps:,}",
                     batch=job.batch, seq_len=recipe.seq_len)  # fmt: skip
     else:
-        basis = {"estimated": words("estimated"), "sampled": words("sampled", n=len(job.lengths))}.get(job.basis, "")
-        yield words("job", records=f"{job.num_records:,}", file=words("of_file", file=_file_name(recipe.data)),
-                    tokens=format_count(job.tokens), basis=basis, epochs=epochs, steps=f"{job.steps:,}",
-                    batch=job.batch)  # fmt: skip
+        yield words(
+            "job",
+            records=f"{job.num_records:,}",
+            file=words("of_file", file=_file_name(recipe.data)),
+            tokens=format_count(job.tokens),
+            epochs=epochs,
+            steps=f"{job.steps:,}",
+            batch=job.batch,
+        )
+        if job.basis == "estimated":
+            low, high = (round(100 * (factor - 1)) for factor in job.error)
+            yield words("estimated", model=recipe.model, low=f"{low:+d}", high=f"{high:+d}")
+        if job.basis == "sampled":
+            yield words("sampled", n=len(job.lengths))
     limits = []
     if advice.limits["max_cost"] is not None:
         limits.append(words("max_cost", cost=money(advice.limits["max_cost"], advice)))
     if advice.limits["max_hours"] is not None:
         limits.append(words("max_hours", hours=span(advice.limits["max_hours"], words)))
     if limits:
-        yield words("limits", limits=", ".join(limits), within=advice.num_within, all=len(advice.cards))
+        yield words("limits", limits=words("comma").join(limits), within=advice.num_within, all=len(advice.cards))
     for note in advice.notes:
         yield f"note: {note}"
 
@@ -100,11 +111,11 @@ def _file_name(data: str | None) -> str:
 def pick_lines(advice: Advice, words: Words) -> Iterator[str]:
     """The few choices that answer the question, a line each."""
     found = costs.picks(advice.within)
-    width = max((len(words(name)) for name in found), default=0)
+    rows = []
     for name, card in found.items():
         hours = hours_text(card, words)
         if name == "own":
-            even = words("pick_even", hours=span(card.break_even_hours, words)) if card.break_even_hours else ""
+            even = words("pick_even", hours=long_span(card.break_even_hours, words)) if card.break_even_hours else ""
             year = words("year", year=card.gpu.launch_year) if card.gpu.launch_year else ""
             text = words("pick_own", gpus=gpus_text(card), hours=hours, price=money(card.buy_price, advice), year=year,
                          even=even)  # fmt: skip
@@ -117,7 +128,8 @@ def pick_lines(advice: Advice, words: Words) -> Iterator[str]:
                 cost=money(rental.lowest, advice), price=money(rental.per_hour or spot, advice),
                 spot=words("and_spot", price=money(spot, advice)) if spot and rental.per_hour else "",
             )  # fmt: skip
-        yield f"{words(name):{width}}  {text}"
+        rows.append((words(name), text))
+    return iter(columns(rows, left=(0, 1)) if rows else [])
 
 
 def none_lines(advice: Advice, words: Words) -> Iterator[str]:
@@ -126,18 +138,33 @@ def none_lines(advice: Advice, words: Words) -> Iterator[str]:
     yield ""
     yield words("none", gpu=largest.gpu.name, has=format_bytes(largest.budget_bytes),
                 need=format_bytes(min(card.needed_bytes for card in advice.too_small)))  # fmt: skip
-    yield words("none_why")
+    pool = pooled(advice)
+    yield words("none_why", several=pool) if pool else words("none_alone")
     for entry in advice.nearest_fits:
         yield f"{words('would_fit')}: {entry['change']}"
+
+
+def pooled(advice: Advice) -> str:
+    """How many of the cards that are offered in numbers would hold the job between them, by plain division."""
+    need = min(card.needed_bytes for card in advice.too_small)
+    counts: dict[str, int] = {}
+    for card in advice.too_small:
+        count = -(-need // card.budget_bytes)
+        offered = [offer.num_gpus for offer in advice.prices.offers if offer.gpu_id == card.gpu.id]
+        if 1 < count <= max(offered, default=1):
+            counts[short_name(card.gpu.name)] = count
+    return ", ".join(f"{count} x {name}" for name, count in list(counts.items())[:3])
 
 
 def foot_lines(advice: Advice, shown: Sequence[CardAdvice], words: Words) -> Iterator[str]:
     """What the marks mean, what is left out, where prices come from."""
     if advice.too_small:
         need = format_bytes(min(card.needed_bytes for card in advice.too_small))
-        names = [card.gpu.name.removeprefix("GeForce ") for card in advice.too_small]
+        names = [short_name(card.gpu.name) for card in advice.too_small]
         rest = words("and_more", n=len(names) - 4) if len(names) > 4 else ""
         yield words("too_small", need=need, cards=", ".join(names[:4]) + rest)
+    if advice.left_out:
+        yield words("left_out", cards=", ".join(advice.left_out))
     if any(not rental.firm for card in advice.cards for rental in card.rentals):
         yield words("doubt_legend")
     if any(card.step and not card.step.verified for card in shown):
@@ -145,7 +172,8 @@ def foot_lines(advice: Advice, shown: Sequence[CardAdvice], words: Words) -> Ite
     yield words("order")
     size = words("fetch", size=f"{model_gib(advice):.1f} GiB") if model_gib(advice) else ""
     yield words("setup", size=size)
-    yield words("table", name=advice.prices.name, date=advice.prices.date or "-", currency=advice.prices.currency)
+    name = advice.prices.name if advice.prices.is_own else words("own_table")
+    yield words("table", name=name, date=advice.prices.date or "-", currency=advice.prices.currency)
 
 
 def model_gib(advice: Advice) -> float | None:
@@ -159,76 +187,74 @@ def model_gib(advice: Advice) -> float | None:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def cards_table(advice: Advice, cards: Iterable[CardAdvice], words: Words) -> Table:
-    """Two lines a choice: figures, and below them the plan in a phrase."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(words("gpu"), overflow="fold", min_width=18)
-    for key in ("memory", "rate", "time", "rent"):
-        table.add_column(words(key), justify="right", no_wrap=True)
-    table.add_column(words("at"), overflow="fold")
+def card_lines(advice: Advice, cards: Iterable[CardAdvice], words: Words, width: int) -> list[tuple[str, str]]:
+    """(line, style): of each choice its figures in columns, and below them the plan in a phrase."""
+    heads = tuple(words(key) for key in ("gpu", "memory", "rate", "time", "rent"))
+    rows, below = [heads], [""]
     for card in cards:
         assert card.step is not None
-        memory = f"{gib(card.needed_bytes):.1f} of {gib(card.budget_bytes):.1f}"
+        memory = f"{gib(card.needed_bytes):.1f} / {gib(card.budget_bytes):.1f}"
         mark = "" if card.step.verified else "~"
         best = card.best
-        if best is None or best.lowest is None:
-            cost, at = "-", words("no_price")
-        else:
+        cost = "-"
+        if best is not None and best.lowest is not None:
             cost = money(best.lowest, advice, words) + ("" if best.firm else "?")
-            at = best.offer.provider + ("" if best.cost else f" ({words('spot')})")
-        row = (gpus_text(card), memory, f"{mark}{card.step.tokens_per_s:,.0f}", hours_text(card, words), cost, at)
-        table.add_row(*map(Text, row))
-        table.add_row(_Wide(f"  {phrase(card, advice, words)}"))
-    return table
+        rows.append((gpus_text(card), memory, f"{mark}{card.step.tokens_per_s:,.0f}", hours_text(card, words), cost))
+        below.append(phrase(card, advice, words))
+    lines = []
+    for i, (line, text) in enumerate(zip(columns(rows, left=(0,)), below, strict=True)):
+        lines.append((line, "" if i else "bold"))
+        lines += [(f"    {part}", "dim") for part in wrapped(text, width - 4)] if text else []
+    return lines
 
 
-class _Wide:
-    """A line in the first column that may run on over the others: it asks for no width of its own."""
+def columns(rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> list[str]:
+    """Rows of cells as lines of equal columns, two spaces apart; `left` are those that are aligned to the left."""
+    from rich.cells import cell_len
 
-    def __init__(self, text: str):
-        self.text = text
-
-    def __rich_measure__(self, console: object, options: object) -> object:
-        from rich.measure import Measurement
-
-        return Measurement(0, 0)
-
-    def __rich_console__(self, console: object, options: object) -> Iterator[object]:
-        from rich.text import Text
-
-        yield Text(self.text, style="dim", overflow="fold")
+    widths = [max(cell_len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (width - cell_len(cell))
+            cells.append(cell + space if i in left else space + cell)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
-def providers_table(advice: Advice, cards: Sequence[CardAdvice], words: Words) -> Table:
-    """Each provider's cheapest way to do the job: on demand, on spot, and how its price is known."""
-    from rich.table import Table
+def wrapped(text: str, width: int) -> list[str]:
+    """A text in lines of at most `width` cells, broken at spaces or between Chinese characters."""
+    from rich.console import Console
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(words("provider"), overflow="fold")
-    table.add_column(words("gpu"), overflow="fold")
-    for key in ("per_hour", "this_job", "on_spot", "time"):
-        table.add_column(words(key), justify="right", no_wrap=True)
-    table.add_column(words("price"), no_wrap=True)
-    for card, rental in best_of_providers(cards):
+    return [line.plain.rstrip() for line in Text(text).wrap(Console(width=width), width)]
+
+
+def provider_lines(advice: Advice, cards: Sequence[CardAdvice], words: Words, width: int) -> list[str]:
+    """Each provider's cheapest way to do the job: on demand, on spot, and how its price is known."""
+    from rich.cells import cell_len
+
+    heads = ("provider", "gpu", "per_hour", "this_job", "on_spot", "time", "price")
+    rows = [tuple(words(key) for key in heads)]
+    for card, rental in best_of_providers(cards, advice.limits["max_cost"] if advice.within else None):
         mark = "" if rental.firm else "?"
         hourly = money(rental.per_hour, advice, words) + mark if rental.per_hour is not None else "-"
         cost, spot = (money(c[1], advice, words) + mark if c else "-" for c in (rental.cost, rental.cost_spot))
-        row = (rental.offer.provider, gpus_text(card), hourly, cost, spot, span(card.hours[1] if card.hours else None,
-               words), price_text(rental, words))  # fmt: skip
-        table.add_row(*map(Text, row))
-    return table
+        time = span(card.hours[1] if card.hours else None, words)
+        rows.append((rental.offer.provider, gpus_text(card), hourly, cost, spot, time, price_text(rental, words)))
+    lines = columns(rows, left=(0, 1, 6))
+    if max(map(cell_len, lines)) > width:  # the time stands above, with the cards
+        lines = columns([row[:5] + row[6:] for row in rows], left=(0, 1, 5))
+    return lines
 
 
-def best_of_providers(cards: Iterable[CardAdvice]) -> list[tuple[CardAdvice, Rental]]:
+def best_of_providers(cards: Iterable[CardAdvice], max_cost: float | None = None) -> list[tuple[CardAdvice, Rental]]:
     """Of each provider the offer that costs least for this job (firm ones first), the cheapest provider first."""
     best: dict[str, tuple[tuple[bool, float], CardAdvice, Rental]] = {}
     for card in cards:
         for rental in card.rentals:
-            if rental.lowest is None:
+            if rental.lowest is None or (max_cost is not None and rental.lowest > max_cost):
                 continue
             rank = (not rental.firm, rental.lowest)
             known = best.get(rental.offer.provider)
@@ -241,21 +267,39 @@ def best_of_providers(cards: Iterable[CardAdvice]) -> list[tuple[CardAdvice, Ren
 
 
 def gpus_text(card: CardAdvice) -> str:
-    return f"{card.num_gpus} x {card.gpu.name.removeprefix('GeForce ')}"
+    return f"{card.num_gpus} x {short_name(card.gpu.name)}"
+
+
+def short_name(name: str) -> str:
+    """A card's name without its family's."""
+    for word in ("GeForce ", "Tesla ", "Instinct ", "Radeon ", " Generation", " Workstation", " (DGX Spark)"):
+        name = name.replace(word, "")
+    return name
 
 
 def phrase(card: CardAdvice, advice: Advice, words: Words) -> str:
     """The plan in a phrase, what buying would mean, and what else to know."""
     plan = card.plan
     assert plan is not None
-    parts = [plan_phrase(plan, words)]
+    parts = [rent_phrase(card, advice, words), plan_phrase(plan, words)]
     if card.num_used > 1:
         parts.append(words("shared_batch", n=plan.batch, batch=advice.job.batch))
     if card.buy_price is not None:
-        even = words("buy_even", hours=span(card.break_even_hours, words)) if card.break_even_hours else ""
+        even = words("buy_even", hours=long_span(card.break_even_hours, words)) if card.break_even_hours else ""
         parts.append(words("buy", price=money(card.buy_price, advice), even=even))
     notes = [words(note) for note in card.notes]
-    return "; ".join([", ".join(parts[: 1 + (card.num_used > 1)]), *parts[1 + (card.num_used > 1) :], *notes])
+    return words("semicolon").join([*parts, *notes])
+
+
+def rent_phrase(card: CardAdvice, advice: Advice, words: Words) -> str:
+    """`Vast.ai at $0.37 an hour`."""
+    best = card.best
+    if best is None or best.lowest is None:
+        return words("no_price")
+    if best.per_hour is None:
+        return words("at_spot", provider=best.offer.provider, price=money(best.offer.usd_per_hour_spot, advice))
+    mark = "" if best.firm else "?"
+    return words("at", provider=best.offer.provider, price=money(best.per_hour, advice, words) + mark)
 
 
 def plan_phrase(plan: Plan, words: Words) -> str:
@@ -270,7 +314,7 @@ def plan_phrase(plan: Plan, words: Words) -> str:
         parts.append(words("recompute_all"))
     else:
         parts.append(words("recompute_some", n=plan.recompute_layers, all=plan.num_layers))
-    return ", ".join(parts)
+    return words("comma").join(parts)
 
 
 def price_text(rental: Rental, words: Words) -> str:
@@ -286,6 +330,11 @@ def hours_text(card: CardAdvice, words: Words) -> str:
     low, expected, high = card.hours
     unit, name = _unit(expected)
     return span(expected, words) + words("range", low=_number(low * unit, name), high=_number(high * unit, name))
+
+
+def long_span(hours: float | None, words: Words) -> str:
+    """Hours of use, never in days: 18,400 h."""
+    return "-" if hours is None else words("hour", n=f"{float(f'{hours:.3g}'):,.0f}")
 
 
 def span(hours: float | None, words: Words) -> str:
@@ -316,4 +365,6 @@ def money(amount: float | None, advice: Advice, words: Words | None = None) -> s
     if amount == 0 and words is not None:
         return words("free")
     symbol = advice.prices.symbol
-    return f"{symbol}{amount:,.0f}" if amount >= 100 else f"{symbol}{amount:.2f}" if amount >= 0.005 else f"<{symbol}0.01"
+    return (
+        f"{symbol}{amount:,.0f}" if amount >= 100 else f"{symbol}{amount:.2f}" if amount >= 0.005 else f"<{symbol}0.01"
+    )

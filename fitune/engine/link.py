@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,11 +43,13 @@ class LinkMeter:
         self._seconds = {"copy": 0.0, "wait": 0.0}
         self._pairs: list[tuple[str, Any, Any]] = []
         self._spare: list[Any] = []
+        self._lock = threading.Lock()  # the thread that reads ahead measures too
 
     @contextmanager
     def copying(self, num_bytes: int, stream: Any = None) -> Iterator[None]:
         """Around one copy; on CUDA around its submission to `stream`, after whatever it waits for."""
-        self._bytes += num_bytes
+        with self._lock:
+            self._bytes += num_bytes
         with self._timed("copy", stream):
             yield
 
@@ -61,25 +64,29 @@ class LinkMeter:
         if not self._on_cuda:
             started = time.perf_counter()
             yield
-            self._seconds[kind] += time.perf_counter() - started
+            with self._lock:
+                self._seconds[kind] += time.perf_counter() - started
             return
         begin, end = self._event(), self._event()
         begin.record(stream)
         yield
         end.record(stream)
-        self._pairs.append((kind, begin, end))
-        if len(self._pairs) > _MOST_PAIRS:  # nobody has asked for a long time: generation
-            self._fold()
+        with self._lock:
+            self._pairs.append((kind, begin, end))
+            if len(self._pairs) > _MOST_PAIRS:  # nobody has asked for a long time: generation
+                self._fold()
 
     def _event(self) -> Any:
-        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        with self._lock:
+            return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
 
     def take(self) -> LinkStats:
         """The sums since the last call. The caller has synchronised with the computing stream; copies that run ahead
         for the next step are left for the next call."""
-        self._fold()
-        stats = LinkStats(self._bytes, self._seconds["copy"], self._seconds["wait"])
-        self._bytes, self._seconds = 0, {"copy": 0.0, "wait": 0.0}
+        with self._lock:
+            self._fold()
+            stats = LinkStats(self._bytes, self._seconds["copy"], self._seconds["wait"])
+            self._bytes, self._seconds = 0, {"copy": 0.0, "wait": 0.0}
         return stats
 
     def _fold(self) -> None:

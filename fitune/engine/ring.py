@@ -106,7 +106,9 @@ class Ring:
         if self.head is not None:
             largest = max(largest, self._choose_tiles(largest))
             self.head.__dict__["tiles"] = self
-        num_buffers = self.streamed.ring_buffers if self.streamed is not None else 2
+        owner = self.streamed or self.head
+        assert owner is not None, "nothing is streamed"
+        num_buffers = owner.ring_buffers
         assert num_buffers >= 2, "one buffer computes while another is filled"
         self.buffer_bytes = -(-largest // 512) * 512
         self.slots = [
@@ -199,6 +201,10 @@ class Ring:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+    def device_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """What the ring itself holds on the device, by name; the layers' weights are views of these."""
+        return [(f"ring buffer {number}", slot.buffer) for number, slot in enumerate(self.slots)]
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of a ring buffer."""

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from fitune.engine.batch import Batch
 from fitune.engine.driver import Driver, LayerCall
@@ -135,6 +136,10 @@ class _Stash:
         else:
             state.hidden = self._saved[self._member(state)][index].copy_(state.hidden)
 
+    @property
+    def is_offloaded(self) -> bool:
+        return self._offload is not None
+
     def turn(self) -> None:
         if self._offload is not None:
             self._offload.turn()
@@ -167,7 +172,7 @@ def pass_items(driver: Driver, group: Sequence[Batch], loss_chunk: int, *, backw
     layers: list[Item] = [("layer", index) for index in range(len(driver.built.layers))]
     tail: list[Item] = []
     if driver.tiled_head is not None:
-        tail = tail_items(driver.tiled_head, group, loss_chunk, backward=backward)
+        tail = tail_items(driver.tiled_head, group, loss_chunk)
     elif driver.built.host_head is not None:
         tiles: list[Item] = [("head", tile) for tile in range(driver.built.host_head.num_tiles)]
         chunks = sum(-(-batch.num_targets // loss_chunk) for batch in group)
@@ -199,7 +204,9 @@ def _backward_layer(driver: Driver, state: _Running, index: int, *, stash: _Stas
         inputs, outputs = state.kept.pop()
     grad, state.grad = state.grad, None
     if outputs.requires_grad:  # the first layer may have nothing to train (no adapter, frozen embedding)
-        outputs.backward(grad)
+        root = get_gradient_edge(outputs) if stash.is_offloaded else outputs
+        del outputs  # where memory is short a recomputed layer's output goes before its backward pass
+        torch.autograd.backward(root, grad)
     state.grad = inputs.grad
 
 

@@ -1,7 +1,7 @@
-"""The loss tail with a head in host memory: final norm, then the vocabulary in tiles, twice, for many tokens at once.
+"""The loss tail with a head in host memory: final norm, then the vocabulary in tiles, for many tokens at once.
 
-Tokens of all micro-batches of a group are taken in blocks; a block passes every tile before the next tile is used, so
-that the head crosses the link twice per block and not twice per chunk. Within a block each chunk of `loss_chunk` tokens
+Tokens of all micro-batches of a group are taken in blocks; a whole block passes a tile before the next tile is used, so
+that the head crosses the link once per block and not once per chunk. Within a block each chunk of `loss_chunk` tokens
 has one tile's logits at a time. Shapes: C tokens of a chunk, H hidden size, W vocabulary entries of a tile.
 """
 
@@ -15,12 +15,13 @@ import torch
 from fitune.engine.batch import Batch
 from fitune.engine.driver import Driver
 from fitune.engine.ring import Item
-from fitune.model.ends import HostHead, wide_product
+from fitune.model.ends import HostHead
 from fitune.model.tiled_loss import TiledCrossEntropy
 
-# Tokens that share one passage of the head. At 8,192 the products of a tile take several times as long as its copy even
-# over a slow link; the block's inputs and their fp32 gradients take 6 bytes x hidden size x tokens (0.2 GiB at 4,096).
-BLOCK_TOKENS = 8192
+# Tokens that share one passage of the head. A tile's two products take 2 x tokens flops per byte of a 16-bit tile: with
+# 4,096 tokens about as long as its copy takes on an H200 (500 TFLOPS, 55 GB/s; an estimate), longer on a card with
+# less compute per link. A block takes 8 bytes x hidden size per token (0.13 GiB at 4,096 wide).
+BLOCK_TOKENS = 4096
 
 
 @dataclass
@@ -30,8 +31,7 @@ class _Chunk:
     member: int
     rows: slice | torch.Tensor
     loss: TiledCrossEntropy
-    input_CH: torch.Tensor
-    grad_CH: torch.Tensor | None  # fp32
+    input_CH: torch.Tensor | None
 
 
 @dataclass
@@ -42,10 +42,16 @@ class TailResult:
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
 
-def tail_items(head: HostHead, batches: Sequence[Batch], loss_chunk: int, *, backward: bool) -> list[Item]:
+def tail_items(head: HostHead, batches: Sequence[Batch], loss_chunk: int) -> list[Item]:
     """The head's tiles in the order in which `tiled_tail` uses them."""
-    there = [("head", tile) for tile in range(head.num_tiles)]
-    return (there + there[::-1] if backward else there) * len(_blocks(batches, loss_chunk))
+    blocks = range(len(_blocks(batches, loss_chunk)))
+    return [("head", tile) for block in blocks for tile in _order(head, block)]
+
+
+def _order(head: HostHead, block: int) -> Sequence[int]:
+    """To and fro, so that the tiles at the turns are on the device already."""
+    tiles = range(head.num_tiles)
+    return tiles if block % 2 == 0 else tiles[::-1]
 
 
 def _blocks(batches: Sequence[Batch], loss_chunk: int) -> list[list[tuple[int, int, int]]]:
@@ -78,14 +84,15 @@ def tiled_tail(
     if grad_scale is not None:
         make = [torch.empty_like if batch.counted is None else torch.zeros_like for batch in batches]
         grads = [new(flat) for new, flat in zip(make, flats, strict=True)]
-    for block in _blocks(batches, loss_chunk):
-        chunks = [_enter(driver, flats[m], batches[m], (m, start, end), grad_scale) for m, start, end in block]
-        _through_tiles(driver, chunks, grad_scale)
+    wants_grad = grad_scale is not None
+    for number, block in enumerate(_blocks(batches, loss_chunk)):
+        chunks = [_enter(driver, flats[m], batches[m], (m, start, end), wants_grad) for m, start, end in block]
+        _through_tiles(driver, chunks, number, wants_grad)
         for chunk in chunks:
             result.losses[chunk.member] += chunk.loss.loss()
             grad_NH = grads[chunk.member]
-            if grad_NH is not None:
-                _leave(driver, chunk, flats[chunk.member], grad_NH)
+            if grad_NH is not None and grad_scale is not None:
+                _leave(driver, chunk, flats[chunk.member], grad_NH, grad_scale)
                 chunk_done()
     shapes = [h.shape for h in hidden]
     result.grads = [g.view(shape) if g is not None else None for g, shape in zip(grads, shapes, strict=True)]
@@ -93,7 +100,7 @@ def tiled_tail(
 
 
 def _enter(
-    driver: Driver, flat_NH: torch.Tensor, batch: Batch, place: tuple[int, int, int], grad_scale: float | None
+    driver: Driver, flat_NH: torch.Tensor, batch: Batch, place: tuple[int, int, int], wants_grad: bool
 ) -> _Chunk:
     member, start, end = place
     rows: slice | torch.Tensor = slice(start, end)
@@ -101,60 +108,55 @@ def _enter(
         rows = batch.counted[start:end]
     with torch.no_grad():
         input_CH = driver.head_input(flat_NH[rows])
-    grad_CH = None
-    if grad_scale is not None:
-        grad_CH = torch.zeros(input_CH.shape, dtype=torch.float32, device=input_CH.device)
-    return _Chunk(member, rows, TiledCrossEntropy(batch.targets.reshape(-1)[rows]), input_CH, grad_CH)
+    width = input_CH.shape[1] if wants_grad else None
+    loss = TiledCrossEntropy(batch.targets.reshape(-1)[rows], width, input_CH.dtype)
+    return _Chunk(member, rows, loss, input_CH)
 
 
-def _through_tiles(driver: Driver, chunks: list[_Chunk], grad_scale: float | None) -> None:
+def _through_tiles(driver: Driver, chunks: list[_Chunk], block: int, wants_grad: bool) -> None:
     head = driver.built.host_head
     assert head is not None
-    scratch = driver.built.context.scratch
-    for index in range(head.num_tiles):
+    for index in _order(head, block):
         with head.tiles.tile(index) as weight, torch.no_grad():
             for chunk in chunks:
-                logits_CW = head.logits(chunk.input_CH, weight, index)
-                if not driver.plain_logits:
-                    logits_CW = driver.after_head(logits_CW)
-                chunk.loss.see(logits_CW, head.rows(index).start, scratch)
-                del logits_CW
-    if grad_scale is None:
-        return
-    for index in reversed(range(head.num_tiles)):
-        with head.tiles.tile(index) as weight:
-            for chunk in chunks:
-                _tile_gradient(driver, head, chunk, weight, index, grad_scale)
+                _see_tile(driver, head, chunk, weight, index, wants_grad)
+    for chunk in chunks:
+        chunk.input_CH = None
 
 
-def _tile_gradient(
-    driver: Driver, head: HostHead, chunk: _Chunk, weight: torch.Tensor, index: int, grad_scale: float
+def _see_tile(
+    driver: Driver, head: HostHead, chunk: _Chunk, weight: torch.Tensor, index: int, wants_grad: bool
 ) -> None:
-    """Add a tile's part to the gradient of what entered the head."""
+    """A tile's part of a chunk's loss and of the gradient of what entered the head."""
     first, scratch = head.rows(index).start, driver.built.context.scratch
-    with torch.no_grad():
-        logits_CW = head.logits(chunk.input_CH, weight, index)
+    assert chunk.input_CH is not None
+    logits_CW = head.logits(chunk.input_CH, weight, index)
     if driver.plain_logits:
-        grad_CW = chunk.loss.gradient(logits_CW, first, grad_scale, scratch)
-    else:
-        with torch.enable_grad():
-            logits_CW.requires_grad_()
-            final_CW = driver.after_head(logits_CW)
-        grad_CW = chunk.loss.gradient(final_CW, first, grad_scale, scratch)
-        (grad_CW,) = torch.autograd.grad(final_CW, logits_CW, grad_CW)
-        del final_CW
-    del logits_CW
-    assert chunk.grad_CH is not None
-    with torch.no_grad():
-        chunk.grad_CH += wide_product(grad_CW, weight)
+        wide_CW = chunk.loss.see(logits_CW, first, scratch)
+        if wants_grad:
+            chunk.loss.add(wide_CW.mul_(chunk.loss.lift).to(logits_CW.dtype), weight, first)
+        return
+    if not wants_grad:
+        chunk.loss.see(driver.after_head(logits_CW), first, scratch)
+        return
+    with torch.enable_grad():
+        logits_CW.requires_grad_()
+        final_CW = driver.after_head(logits_CW)
+    wide_CW = chunk.loss.see(final_CW, first, scratch)
+    (weights_CW,) = torch.autograd.grad(final_CW, logits_CW, wide_CW.mul_(chunk.loss.lift).to(logits_CW.dtype))
+    del final_CW
+    column_C1, _ = chunk.loss.place(logits_CW.shape[1], first)
+    with torch.enable_grad():
+        target_C1 = logits_CW.detach().gather(1, column_C1).requires_grad_()
+        final_C1 = driver.after_head(target_C1)
+    (slope_C1,) = torch.autograd.grad(final_C1, target_C1, torch.ones_like(final_C1))
+    chunk.loss.add(weights_CW, weight, first, slope_C1)
 
 
-def _leave(driver: Driver, chunk: _Chunk, flat_NH: torch.Tensor, grad_NH: torch.Tensor) -> None:
+def _leave(driver: Driver, chunk: _Chunk, flat_NH: torch.Tensor, grad_NH: torch.Tensor, grad_scale: float) -> None:
     """Back through the final norm; what it trains gets its gradient."""
-    assert chunk.grad_CH is not None
     with torch.enable_grad():
         chunk_CH = flat_NH[chunk.rows].detach().requires_grad_()
         entering_CH = driver.head_input(chunk_CH)
-    entering_CH.backward(chunk.grad_CH.to(entering_CH.dtype))
+    entering_CH.backward(chunk.loss.gradient(grad_scale))
     grad_NH[chunk.rows] = chunk_CH.grad
-    chunk.grad_CH = None

@@ -16,7 +16,7 @@ between -0.4 and +0.7 % and, of two that quantise seeded weights under a cap, at
 0.1 %. `tests/memory/test_accuracy.py` holds every version to this."""
 RAM_ERROR = (-0.10, 0.20)
 """Measured over predicted resident set on the CPU, less 1, for the highest phase: runs of
-`benchmarks/results/host-cpu-2026-11-30.json` lie between -6 and +6 %; sample answers between the steps, which those
+`benchmarks/results/host-cpu-2026-11-30.json` lie between -6 and +5 %; sample answers between the steps, which those
 runs leave out, left up to 18 % more in a small process. `tests/memory/test_host.py` holds every version to this."""
 
 

@@ -118,7 +118,7 @@ class Cutter:
                 latest = i
             if part.name == "tail":
                 tail = i
-            elif part.name == "chunk" and parts[i + 1].name == "backward":
+            if part.name in ("tail", "chunk") and i + 1 < len(parts) and parts[i + 1].name == "backward":
                 latest = tail  # what it hands on is the gradient of the last layer's output
 
     def group(self, block: Block) -> str:

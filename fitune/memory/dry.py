@@ -96,8 +96,8 @@ class DryRun:
     The target is the plan's device. On `cuda` the list of events is what torch's caching allocator is asked for, but
     for what kernels allocate inside themselves. On `cpu` it is what the dispatcher sees, with two exceptions: a
     micro-batch is not copied (part "start"), and experts run in a loop that `meta` cannot follow (see
-    `fitune.model.build`). A run is one of a program that has run before: a layer's very first recomputation, which finds
-    out what later ones can leave out (`Driver.run_layer_again`), is over.
+    `fitune.model.build`). A run is one of a program that has run before: a layer's very first recomputation, which
+    finds out what later ones can leave out (`Driver.run_layer_again`), is over.
     """
 
     def __init__(self, config: Any, plan: Plan):
@@ -148,6 +148,8 @@ class DryRun:
         self.follower = Follower("meta")
         self.follower.ignore(t for _, t in device_tensors(self.built))
         self.follower.ignore(self.engine.masters.parameters())
+        if self.built.host_head is not None:  # host memory, on meta here
+            self.follower.ignore([self.built.host_head.weight])
 
     def _observe(self, part: str, index: int) -> None:
         self._chunk = 0

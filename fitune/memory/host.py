@@ -36,7 +36,7 @@ class Facts:
         num_trained: trained parameters.
         state_bytes: the optimizer's state, wherever it lives.
         vocab_size, hidden_size: of the embedding; `has_head`: the head is not the embedding itself.
-        largest_values, largest_linear_values: elements of the largest tensor in the model's files, and among the layers.
+        largest_values, largest_linear_values: elements of the largest tensor in the model's files, and of the layers.
         stored_width: bytes of one element there.
         download_bytes: what must be fetched first; 0 where the files are here, None where that is not known.
         data_tokens: tokens of all records.
@@ -114,11 +114,10 @@ def loader_bytes(plan: Plan, facts: Facts) -> int:
 
 
 def staging_bytes(phase: str, plan: Plan, facts: Facts) -> int:
-    """Copies of what is trained and of the optimizer's state, on their way to or from a file."""
-    on_card = plan.device == "cuda"
-    if phase == "save":
-        return facts.checkpoint_bytes if on_card else 0  # on the CPU the file is written from the tensors themselves
-    return facts.checkpoint_bytes
+    """Copies of what is trained and of the optimizer's state on their way to a file (safetensors makes its bytes of all
+    tensors at once; a card's are copied to RAM before) or back."""
+    copies = 2 if phase == "save" and plan.device == "cuda" else 1
+    return copies * facts.checkpoint_bytes
 
 
 def beside_card(plan: Plan, facts: Facts) -> dict[str, int]:

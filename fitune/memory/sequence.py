@@ -74,9 +74,11 @@ def replay_run(
     kept = [Event(-1, workspace_bytes, "workspace", "workspaces of libraries", "load", -1)] * bool(workspace_bytes)
     loading = _loading(first, plan, arrival)
     if briefly:
-        reserved = _reserved(loading, kept, first, steady, [], [], expandable) if on_card else {}
-        sums = {"load": loading, "first_step": kept + first, "step": kept + steady}
-        return {name: Replayed((_sum(name, events),), reserved.get(name)) for name, events in sums.items()}
+        told = {"load": loading, "first_step": first, "step": steady}
+        if not on_card:
+            return {name: Replayed(tuple(moments_of(events)), None) for name, events in told.items()}
+        reserved = _reserved(loading, kept, first, steady, [], [], expandable)
+        return {name: Replayed((_sum(name, events, workspace_bytes),), reserved[name]) for name, events in told.items()}
     evaluation, resuming = script.eval_events(*shape), _loading(steady, plan, arrival)
     resident = [event for event in steady if event.part == "load"]
     told = {"load": loading, "first_step": kept + first, "step": kept + steady, "eval": kept + evaluation,
@@ -86,9 +88,10 @@ def replay_run(
     return {name: Replayed(found, reserved.get(name)) for name, found in moments.items()}
 
 
-def _sum(phase: str, events: Iterable[Event]) -> Moment:
+def _sum(phase: str, events: Iterable[Event], workspace_bytes: int) -> Moment:
     """The highest moment of a list without a word on whose the bytes are (nor on rounding: 0.1 % at most)."""
     peak = max(itertools.accumulate(event.num_bytes for event in events))
+    peak += workspace_bytes if phase != "load" else 0
     return Moment(phase, -1, {"temporary": peak})
 
 

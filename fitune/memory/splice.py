@@ -134,7 +134,8 @@ class Splicer:
         policies = ["r" if i < recompute else "k" for i in range(count)]
         self.part(run, "embed", 0, "embed")
         for i in range(recompute):
-            self.part(run, "stash", i, f"stash|{places[i]}")
+            if f"{run}|stash|{places[i]}" in self.script.segments:  # saved inputs may wait in host memory
+                self.part(run, "stash", i, f"stash|{places[i]}")
         for i in range(count):
             self.part(run, "forward", i, f"forward|{places[i]}|{policies[i]}")
         self._tail(run, policies[-1])
@@ -150,7 +151,8 @@ class Splicer:
         count = self.num_chunks
         for j, tokens in enumerate(self.chunk_tokens):
             place = "FL" if count == 1 else "F" if j == 0 else "L" if j == count - 1 else "M"
-            self.part(run, "chunk", j, f"chunk|{policy}|{place}", tokens)
+            if f"{run}|chunk|{policy}|{place}" in self.script.segments:  # else the tail is one part, at one shape
+                self.part(run, "chunk", j, f"chunk|{policy}|{place}", tokens)
         self.parts[run, "tail", 0] = (start, len(self.events))
         self._latest = self._made["tail", 0]
 

@@ -122,7 +122,7 @@ def _measured(sums: Sums, sizes: list[int]) -> dict[PartKey, Part]:
 def _pass_parts(run: str, again: dict[PartKey, Part], keep: dict[PartKey, Part], at: dict[str, int]) -> PassParts:
     def layer(i: int) -> LayerParts:
         return LayerParts(
-            again[run, "stash", i],
+            again.get((run, "stash", i), Part(0, 0)),
             (again[run, "forward", i], again[run, "backward", i]),
             (keep[run, "forward", i], keep[run, "backward", i]),
         )

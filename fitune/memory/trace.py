@@ -92,14 +92,18 @@ def _lists_say_all(config: Any) -> bool:
 
 
 class Tracer:
-    """Traces of one model under one plan's method, format and precision; micro-batch shapes vary by call."""
+    """Traces of one model under one plan's method, format and precision; micro-batch shapes vary by call.
+
+    Left out: layer-major order is traced as micro-batch-major, and streamed layers count as resident ones.
+    Raises, when asked: `NotRegular` for plans that keep saved inputs in host memory.
+    """
 
     def __init__(self, config: Any, plan: Plan):
         self.plan = plan
         self.kinds = layer_kinds(config)
         self.config = shortened(config, self.kinds)
         self.granule = _CUDA_GRANULE if plan.device == "cuda" else 1
-        self.dry = DryRun(self.config, plan)
+        self.dry = DryRun(self.config, plan.with_(accumulation_order="micro-batch-major"))
         self._script: Script | None = None
         self._why_not: str | None = None  # why there is no script for every shape
         self._scripts: dict[tuple[int, int, int], Script] = {}
@@ -166,7 +170,7 @@ class _Builder:
         """The script at one shape. Many loss chunks are traced as three, the partial one last."""
         shape = Shape(num_rows, num_columns, loss_chunk)
         chunks = -(-shape.num_targets // loss_chunk)
-        if chunks > 3:
+        if chunks > 3 and not self._tail_is_one_part():
             rest = shape.num_targets - (chunks - 1) * loss_chunk
             shape = Shape(num_rows, num_columns, loss_chunk, limit=2 * loss_chunk + rest)
         fitter = Fitter([shape], constant=True)
@@ -177,6 +181,8 @@ class _Builder:
 
     def _fitted(self, shapes: list[Shape]) -> Script:
         """All segments at the first shape, with sizes as expressions that hold at the others too."""
+        if self._tail_is_one_part():
+            raise NotRegular("the loss tail is not a sequence of chunks")
         base, count = shapes[0], len(self.kinds)
         fitter = Fitter(shapes)
         everything = self._run(base, count, 2)
@@ -194,6 +200,10 @@ class _Builder:
             self._add(self._run(at_once, recompute, 2), fitter, recompute)
         self._add(self._evaluation(at_once), fitter, 0)
         return self._script()
+
+    def _tail_is_one_part(self) -> bool:
+        """A head in host memory takes all chunks through each tile of it."""
+        return self.dry.engine.driver.tiled_head is not None
 
     def _cuts(self) -> list[int]:
         """Numbers of recomputed layers: all, none, and so that a layer of each kind is the first that is kept."""
@@ -214,7 +224,7 @@ class _Builder:
     def _add(self, run: Run, fitter: Fitter, recompute: int) -> None:
         follower, parts = run
         cutter = Cutter(follower, parts)
-        last_chunk = max(part.index for part in parts if part.name == "chunk")
+        last_chunk = max((part.index for part in parts if part.name == "chunk"), default=-1)
         for at, part in enumerate(parts):
             if part.name == "optimizer":
                 continue

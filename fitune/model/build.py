@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from fitune.model.ends import HostEmbedding, HostHead
 from fitune.model.experts import PackedExperts, has_fused_experts
 from fitune.model.formats import DENSE, Scratch
 from fitune.model.linear import BaseLinear, StepContext
+from fitune.model.outside import embedding_to_host, head_to_host, open_host, weight_at_hand
 from fitune.model.streamed import StreamedLayers
 from fitune.plan import Plan
 
@@ -165,9 +166,9 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
         _replace_linears(built)
         _pack_experts(built)
         if plan.head_place == "host":
-            _head_to_host(built, plan)
+            head_to_host(built, plan)
         if plan.embedding_place == "host" or built.tied_on_host:
-            _embedding_to_host(built)
+            embedding_to_host(built)
         if plan.streamed_layers():
             built.streamed = StreamedLayers(built, plan)
     fused.apply(model, context)
@@ -177,13 +178,14 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
 
 def _check(plan: Plan) -> None:
     """Raises UserError when the plan asks for something that its method does not have."""
-    if plan.method == "full" and (plan.streamed_layers() or plan.head_place == "host"):
+    streams = plan.streamed_layers() and plan.stream_from != "shards"  # parts of what is trained: `fitune.parallel`
+    if plan.method == "full" and (streams or plan.head_place == "host"):
         raise UserError(
             "cannot stream the weights of full fine-tuning",
             "only frozen weights wait in host memory in this version",
             "use --method lora or qlora",
         )
-    if plan.streamed_layers() and plan.ring_buffers < 2:
+    if (plan.streamed_layers() or plan.head_place == "host") and plan.ring_buffers < 2:
         raise UserError(
             f"cannot stream through {plan.ring_buffers} buffer",
             "one is filled while the other computes",
@@ -244,29 +246,6 @@ def _pack_experts(built: Built) -> None:
     for name, module in built.model.named_modules():
         if name.startswith(built.layers_prefix + ".") and has_fused_experts(module):
             built.experts.append(PackedExperts(module, name))
-
-
-def _head_to_host(built: Built, plan: Plan) -> None:
-    head = built.model.get_output_embeddings()
-    trains_bias = plan.adapter is not None and plan.adapter.bias == "all"
-    if type(head) is not nn.Linear or (head.bias is not None and trains_bias):
-        built.notes.append("the output head stays on the device: it is no plain linear layer, or its bias is trained")
-        return
-    if built.model.config.tie_word_embeddings and not isinstance(built.model.get_input_embeddings(), nn.Embedding):
-        built.notes.append("the output head stays on the device: it is tied to an embedding of another kind")
-        return
-    built.host_head = HostHead(head, built.compute_dtype)
-    built.model.set_output_embeddings(built.host_head)
-
-
-def _embedding_to_host(built: Built) -> None:
-    embedding = built.model.get_input_embeddings()
-    tied = built.model.config.tie_word_embeddings and not built.tied_on_host
-    if tied or not isinstance(embedding, nn.Embedding):
-        built.notes.append("the embedding stays on the device: it is tied to the head")
-        return
-    built.host_embedding = HostEmbedding(embedding, built.device)
-    built.model.set_input_embeddings(built.host_embedding)
 
 
 def _place_buffers(built: Built) -> None:
@@ -368,42 +347,6 @@ def fill(built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan) 
         built.model.tie_weights()
 
 
-def open_host(built: Built, plan: Plan, identity: str | None = None) -> None:
-    """Room for what is not on the device, all of it before the first weight is read: a refusal comes early. `fill`
-    calls it where nobody has.
-
-    Args:
-        identity: of the model's weights, for a packed file that later runs may use (`packed_file.identity`).
-
-    Raises:
-        UserError: not enough RAM or disk space.
-    """
-    if built.host_opened or built.device.type == "meta":
-        _share_packed(built)
-        return
-    built.host_opened = True
-    pin = built.device.type == "cuda" and plan.stream_from != "pageable"
-    if built.host_head is not None:
-        built.host_head.allocate(pin)
-    if built.streamed is not None:
-        built.streamed.open(plan.stream_from, identity)
-        if pin and plan.stream_from == "pinned":
-            built.notes += built.streamed.refusals()
-    _share_packed(built)
-
-
-def _share_packed(built: Built) -> None:
-    """Streamed weights belong to the store and to their modules."""
-    if built.streamed is None:
-        return
-    for name, linear in built.linears.items():
-        if built.streamed.takes(f"{name}.weight"):
-            linear.packed = built.streamed.packed(name)
-    for experts in built.experts:
-        for name in filter(built.streamed.takes, experts.names()):
-            experts.packed[name.removeprefix(f"{experts.prefix}.")] = built.streamed.packed(name)
-
-
 def _tied(built: Built) -> set[str]:
     head = built.model.get_output_embeddings()
     if head is None or not built.model.config.tie_word_embeddings:
@@ -458,19 +401,6 @@ def meta_weights(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, torch.empty(shape, dtype=built.compute_dtype, device="meta")
 
 
-@contextmanager
-def _weight_at_hand(built: Built, name: str) -> Iterator[None]:
-    """A streamed linear layer's weight on the device for a moment."""
-    linear = built.linears[name]
-    shared = linear.packed
-    if built.streamed is not None and built.streamed.takes(f"{name}.weight"):
-        linear.packed = built.streamed.on_device(name)
-    try:
-        yield
-    finally:
-        linear.packed = shared
-
-
 def add_adapter(built: Built, plan: Plan) -> list[str]:
     """Put adapters on the targets (after `fill`), mark what trains; returns the adapted layers' names.
 
@@ -498,7 +428,7 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
         # hashed together: torch's CPU generator reads the low 32 bits of a seed only
         generator = torch.Generator().manual_seed(zlib.crc32(f"{plan.seed}/{name}".encode()))
         linear = built.linears[name]
-        with _weight_at_hand(built, name) if spec.dora else nullcontext():
+        with weight_at_hand(built, name) if spec.dora else nullcontext():
             linear.add_lora(spec.r, spec.scaling, spec.dropout, key, generator, built.device, spec.dora)
     for name, parameter in built.model.named_parameters():
         if name.endswith("bias") and spec.bias != "none":

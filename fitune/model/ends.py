@@ -52,8 +52,9 @@ class HostHead(nn.Module):
     around the head run without it.
     """
 
-    def __init__(self, head: nn.Linear, dtype: torch.dtype):
+    def __init__(self, head: nn.Linear, dtype: torch.dtype, ring_buffers: int = 2):
         super().__init__()
+        self.ring_buffers = ring_buffers  # of a ring that has only this to bring
         self.out_features, self.in_features = head.weight.shape
         self.bias = head.bias
         self.dtype = dtype

@@ -1,49 +1,101 @@
-"""Cross-entropy over the vocabulary in tiles: two passes, sums in fp32, never more than one tile of logits.
+"""Cross-entropy over the vocabulary in tiles, loss and gradient in one pass: one tile of logits exists at a time, and
+no tile is needed twice.
 
-The first pass keeps the running maximum and the sum of exponentials per token (the online softmax of
-https://arxiv.org/abs/1805.02867); the second makes each tile's gradient from them. Shapes: C tokens of a chunk, W
-vocabulary entries of a tile.
+Loss: a running maximum and sum of exponentials per token (online softmax, https://arxiv.org/abs/1805.02867). Gradient
+with respect to the head's input: the sum over the vocabulary of p_v W_v less W_target. Its first part is summed up with
+weights exp(l_v - running maximum) and scaled down whenever the maximum rises, as attention kernels do with their values
+(https://arxiv.org/abs/2205.14135); the division by the total comes last. Sums are fp32.
+
+Shapes: C tokens of a chunk, W vocabulary entries of a tile, H width of the head's input.
 """
 
 from __future__ import annotations
 
 import torch
 
+from fitune.model.ends import wide_product
 from fitune.model.formats import Scratch
 from fitune.model.loss import IGNORED
 
+_FP16_LIFT = 2.0**10  # weights are at most 1; lifted, fp16 keeps those that it would round to zero
+
 
 class TiledCrossEntropy:
-    """Of one chunk of tokens. Holds 12 bytes per token.
+    """Of one chunk of tokens; see each tile once, in any order.
 
     Args:
         targets_C: [C] int64, IGNORED where there is no loss.
+        width: H, where the gradient is wanted; it then holds 4 + 2 (in 16 bit) bytes per token and unit of width.
+        dtype: of the head's weight.
     """
 
-    def __init__(self, targets_C: torch.Tensor):
+    def __init__(self, targets_C: torch.Tensor, width: int | None = None, dtype: torch.dtype = torch.float32):
         self.targets_C = targets_C
         self.counted_C = targets_C != IGNORED
-        options = dict(dtype=torch.float32, device=targets_C.device)
-        self.highest_C = torch.full(targets_C.shape, float("-inf"), **options)
-        self.total_C = torch.zeros(targets_C.shape, **options)
-        self.at_target_C = torch.zeros(targets_C.shape, **options)
+        count, device = targets_C.shape[0], targets_C.device
+        self.highest_C = torch.full((count,), float("-inf"), dtype=torch.float32, device=device)
+        self.total_C = torch.zeros(count, dtype=torch.float32, device=device)
+        self.at_target_C = torch.zeros(count, dtype=torch.float32, device=device)
+        self._lift = _FP16_LIFT if dtype == torch.float16 else 1.0
+        self._sum_CH: torch.Tensor | None = None
+        self._target_CH: torch.Tensor | None = None
+        if width is not None:
+            self._sum_CH = torch.zeros(count, width, dtype=torch.float32, device=device)
+            self._target_CH = torch.zeros(count, width, dtype=dtype, device=device)
 
-    def _place(self, num_columns: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(column of each token's target, whether it is in this tile), both [C, 1]."""
+    def place(self, num_columns: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(column of each token's target in a tile, whether it is in this tile), both [C, 1]; `first` is the tile's
+        first vocabulary entry."""
         column_C = self.targets_C - first
         inside_C = self.counted_C & (column_C >= 0) & (column_C < num_columns)
         return column_C.clamp(0, num_columns - 1)[:, None], inside_C[:, None]
 
     @torch.no_grad()
-    def see(self, logits_CW: torch.Tensor, first: int, scratch: Scratch | None = None) -> None:
-        """Add a tile of logits, in any floating dtype and not changed; `first` is its first vocabulary entry."""
-        work_CW = _wide(logits_CW, scratch)
-        column_C1, inside_C1 = self._place(work_CW.shape[1], first)
+    def see(self, logits_CW: torch.Tensor, first: int, scratch: Scratch | None = None) -> torch.Tensor:
+        """Add a tile's logits, in any floating dtype and not changed.
+
+        Returns:
+            exp(logits - running maximum), fp32 [C, W]; in `scratch` where that is given.
+        """
+        if scratch is None:
+            work_CW = logits_CW.detach().to(torch.float32, copy=True)
+        else:
+            work_CW = scratch.take(tuple(logits_CW.shape), torch.float32).copy_(logits_CW)
+        column_C1, inside_C1 = self.place(work_CW.shape[1], first)
         self.at_target_C += torch.where(inside_C1, work_CW.gather(1, column_C1), 0.0).squeeze(1)
         highest_C = torch.maximum(self.highest_C, work_CW.amax(1))
-        self.total_C *= torch.exp(self.highest_C - highest_C)
-        self.total_C += work_CW.sub_(highest_C[:, None]).exp_().sum(1)
+        shrink_C = torch.exp(self.highest_C - highest_C)
+        work_CW.sub_(highest_C[:, None]).exp_()
+        self.total_C.mul_(shrink_C).add_(work_CW.sum(1))
+        if self._sum_CH is not None:
+            self._sum_CH *= shrink_C[:, None]
         self.highest_C = highest_C
+        return work_CW
+
+    @torch.no_grad()
+    def add(
+        self, weights_CW: torch.Tensor, head_WH: torch.Tensor, first: int, slope_C1: torch.Tensor | None = None
+    ) -> None:
+        """Add a tile's part of the gradient, after `see`.
+
+        Args:
+            weights_CW: what `see` returned in the head's dtype and times `lift`, times the slope of what the model does
+                to its logits.
+            head_WH: the tile of the head's weight.
+            slope_C1: that slope at the targets' logits; None where nothing is done to them.
+        """
+        assert self._sum_CH is not None and self._target_CH is not None
+        self._sum_CH += wide_product(weights_CW, head_WH)
+        column_C1, inside_C1 = self.place(head_WH.shape[0], first)
+        row_CH = head_WH[column_C1.squeeze(1)]
+        if slope_C1 is not None:
+            row_CH = row_CH * slope_C1.to(row_CH.dtype)
+        self._target_CH = torch.where(inside_C1, row_CH, self._target_CH)
+
+    @property
+    def lift(self) -> float:
+        """Factor on `weights_CW` that keeps small ones from vanishing in fp16."""
+        return self._lift
 
     @torch.no_grad()
     def loss(self) -> torch.Tensor:
@@ -52,19 +104,11 @@ class TiledCrossEntropy:
         return torch.where(self.counted_C, losses_C, 0.0).sum()
 
     @torch.no_grad()
-    def gradient(
-        self, logits_CW: torch.Tensor, first: int, grad_scale: float, scratch: Scratch | None = None
-    ) -> torch.Tensor:
-        """Gradient [C, W] of `grad_scale * loss` with respect to a tile, in the logits' dtype."""
-        work_CW = _wide(logits_CW, scratch)
-        column_C1, inside_C1 = self._place(work_CW.shape[1], first)
-        weight_C1 = self.counted_C.to(torch.float32)[:, None] * grad_scale
-        work_CW.sub_(self.highest_C[:, None]).exp_().mul_(weight_C1 / self.total_C[:, None])
-        work_CW.scatter_add_(1, column_C1, -weight_C1 * inside_C1)
-        return work_CW.to(logits_CW.dtype)
-
-
-def _wide(logits_CW: torch.Tensor, scratch: Scratch | None) -> torch.Tensor:
-    if scratch is None:
-        return logits_CW.detach().to(torch.float32, copy=True)
-    return scratch.take(tuple(logits_CW.shape), torch.float32).copy_(logits_CW)
+    def gradient(self, grad_scale: float) -> torch.Tensor:
+        """Gradient of `grad_scale * loss` with respect to the head's input, [C, H] in the head's dtype. Called once."""
+        assert self._sum_CH is not None and self._target_CH is not None
+        grad_CH = self._sum_CH.div_(self.total_C[:, None] * self._lift).sub_(self._target_CH)
+        grad_CH *= self.counted_C.to(torch.float32)[:, None] * grad_scale
+        made = grad_CH.to(self._target_CH.dtype)
+        self._sum_CH = self._target_CH = None
+        return made

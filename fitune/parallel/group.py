@@ -33,7 +33,7 @@ class Group(Single):
         self.rank, self.size = world.rank, world.size  # type: ignore[misc]
         self.local_rank, self.local_size = world.local_rank, world.local_size  # type: ignore[misc]
         self.is_leader = world.rank == 0  # type: ignore[misc]
-        self.restarted = world.restarted
+        self.elastic = world.elastic  # type: ignore[misc]
         publish(world)
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"

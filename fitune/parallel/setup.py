@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fitune.engine.engine import Engine
 from fitune.errors import UserError
-from fitune.model.build import Built, open_host
+from fitune.model.build import Built
+from fitune.model.outside import open_host
 from fitune.parallel.replicated import Replicated
 from fitune.parallel.shared import close_shared, open_shared
 from fitune.parallel.world import Single

@@ -97,7 +97,7 @@ def open_shared(built: Built, plan: Plan, group: Single) -> None:
 
 
 def close_shared(built: Built, group: Single) -> None:
-    """After the weights are in place: the embedding's table moves to shared memory too, then everyone sees all of it."""
+    """After the weights are in place: the embedding's table moves to shared memory too, then all see all of it."""
     if built.host_embedding is not None:
         inner: Any = built.host_embedding.inner
         if built.tied_on_host:

@@ -11,7 +11,6 @@ from typing import TypeVar
 from fitune.errors import UserError
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -23,7 +22,8 @@ class World:
     """This process' place among those of the run, as torchrun's variables tell it (torch documentation, "torchrun").
 
     Attributes:
-        restarted: the processes have been started again after a failure or a preemption.
+        elastic: who started the processes starts the same command again after a failure or a preemption (torchrun,
+            Slurm), so that a run that is there already is this one.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class World:
     local_size: int
     address: str = "127.0.0.1"
     port: int = 29500
-    restarted: bool = False
+    elastic: bool = False
 
     def environment(self) -> dict[str, str]:
         """The variables that say this to a process."""
@@ -65,11 +65,11 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
                 "start it with `fitune train`, torchrun or srun",
             )
         found[name] = value
-    restarted = any(environ.get(name, "0").strip() not in ("", "0") for name in _RESTARTS)
+    elastic = "TORCHELASTIC_RUN_ID" in environ or environ.get("SLURM_RESTART_COUNT", "0").strip() not in ("", "0")
     rank, size, local_rank, local_size = (int(found[name]) for name in _NAMES[:4])
     if size == 1:
         return None
-    return World(rank, size, local_rank, local_size, found["MASTER_ADDR"], int(found["MASTER_PORT"]), restarted)
+    return World(rank, size, local_rank, local_size, found["MASTER_ADDR"], int(found["MASTER_PORT"]), elastic)
 
 
 def publish(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -135,7 +135,7 @@ class Single:
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
     is_leader = True
-    restarted = False
+    elastic = False
 
     def share(self, value: T) -> T:
         """The first rank's value, on every rank."""

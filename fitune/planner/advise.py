@@ -19,13 +19,14 @@ from fitune.plan import Plan
 from fitune.planner import costs, jobs, positions
 from fitune.planner.costs import Rental
 from fitune.planner.jobs import Job
+from fitune.planner.whatif import changed
 from fitune.recipe import Recipe
 
 if TYPE_CHECKING:
     from fitune.planner.result import PlanResult
     from fitune.speed import StepTime
 
-NOT_SUPPORTED = {"Huawei": "needs torch_npu, which fitune does not use"}
+NOT_SUPPORTED = ("Huawei",)  # needs torch_npu, which fitune does not use
 OWNED_SETS = (1, 2, 4)  # cards of a set that people build themselves
 SET_FROM_GB = 16.0  # consumer cards of this size and more are put together
 OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitune.hardware.torch_build)
@@ -104,6 +105,7 @@ class Advice:
         too_small: cards on which nothing fits, the largest first.
         limits: {"max_cost", "max_hours"}, None where there is none.
         num_within: how many of `cards` are within the limits.
+        left_out: names of cards that fitune does not run on.
         nearest_fits: where nothing fits anywhere: changes of the job that fit on the largest card.
     """
 
@@ -116,6 +118,7 @@ class Advice:
     num_within: int
     notes: tuple[str, ...]
     nearest_fits: tuple[dict[str, Any], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def within(self) -> tuple[CardAdvice, ...]:
@@ -131,7 +134,7 @@ class Advice:
             "picks": {name: {"gpu": card.gpu.id, "num_gpus": card.num_gpus} for name, card in best.items()},
             "cards": [card.as_dict() for card in self.cards],
             "too_small": [card.as_dict() for card in self.too_small],
-            "nearest_fits": list(self.nearest_fits), "notes": list(self.notes),
+            "nearest_fits": list(self.nearest_fits), "left_out": list(self.left_out), "notes": list(self.notes),
         }  # fmt: skip
 
 
@@ -162,7 +165,7 @@ def advise(
             raise UserError(f"{name} {limit:g} is no limit" if name != "--tokens" else f"{name} {limit:g} is no job",
                             "it has to be more than 0", "give a positive number, or leave it out")  # fmt: skip
     prices = prices or clouds.catalog_table()
-    recipe = recipe.with_(gpu=None, devices=None, nproc=None)
+    recipe = changed(recipe, {"gpu": None, "devices": None, "nproc": None})
     notes: list[str] = []
     config = make.config_of(recipe, notes)
     seq_len, cut = positions.effective_seq_len(recipe, config)
@@ -173,16 +176,16 @@ def advise(
     rows = []
     for gpu in gpus.all_gpus():
         if gpu.vendor in NOT_SUPPORTED:
-            notes.append(f"left out: {gpu.name} ({NOT_SUPPORTED[gpu.vendor]})")
             continue
         for count in _counts(gpu, prices):
             rows.append(_card(gpu, count, plans.for_card(gpu), job, decoder, prices))
     fitting = [row for row in rows if row.fits]
+    left_out = tuple(gpu.name for gpu in gpus.all_gpus() if gpu.vendor in NOT_SUPPORTED)
     limits = {"max_cost": max_cost, "max_hours": max_hours}
     ordered, num_within = costs.order(fitting, max_cost, max_hours)
     small = sorted((r for r in rows if not r.fits and r.num_gpus == 1), key=lambda r: (-r.budget_bytes, r.gpu.name))
     return Advice(recipe, job, prices, tuple(ordered), tuple(small), limits, num_within,
-                  tuple(dict.fromkeys(notes)), () if ordered else plans.nearest_fits())  # fmt: skip
+                  tuple(dict.fromkeys(notes)), () if ordered else plans.nearest_fits(), left_out)  # fmt: skip
 
 
 def _counts(gpu: Gpu, prices: PriceTable) -> list[int]:
@@ -213,12 +216,14 @@ class _Plans:
     def __init__(self, recipe: Recipe, config: Any, job: Job):
         self.recipe, self.config, self.job = recipe, config, job
         self._of: dict[str, PlanResult] = {}
+        refused: tuple[int, PlanResult] | None = None  # room, and what it is too small for
         for cards in _families():
-            refused = None
             for smallest, members in cards:
-                result = refused or self._plan(smallest)
-                if not result.fits:
-                    refused = result  # smaller ones are refused with the same least need
+                room = _room(smallest)
+                small = refused is not None and room <= refused[0]
+                result = refused[1] if small and refused is not None else self._plan(smallest)
+                if not result.fits and not small:
+                    refused = (room, result)  # smaller ones, also older ones, are refused with the same least need
                 self._of |= {gpu.id: result for gpu in members}
 
     def _plan(self, gpu: Gpu) -> PlanResult:
@@ -228,7 +233,7 @@ class _Plans:
 
         recipe = self.recipe
         if recipe.precision == "auto" and gpu.bf16 and not _modern(gpu):
-            recipe = recipe.with_(precision="fp16")
+            recipe = changed(recipe, {"precision": "fp16"})
         ram = from_gib(recipe.ram) if recipe.ram else None
         return make.make_plan(recipe, hardware.virtual(gpu, ram_bytes=ram), config=self.config, data=self.job.facts)
 
@@ -242,8 +247,8 @@ class _Plans:
 
 
 def _families() -> list[list[tuple[Gpu, list[Gpu]]]]:
-    """Cards by what a plan's arithmetic depends on; in each the classes of memory from the largest on, as (the card
-    with the least of it, all of them)."""
+    """Cards by what a plan's arithmetic depends on, the largest cards first; in each the classes of memory from the
+    largest on, as (the card with the least of it, all of them)."""
     families: dict[bool, dict[tuple[int, bool], list[Gpu]]] = {}
     for gpu in gpus.all_gpus():
         if gpu.vendor not in NOT_SUPPORTED:
@@ -253,7 +258,7 @@ def _families() -> list[list[tuple[Gpu, list[Gpu]]]]:
     for sizes in families.values():
         classes = [(min(cards, key=_room), cards) for cards in sizes.values()]
         found.append(sorted(classes, key=lambda c: -_room(c[0])))
-    return found
+    return sorted(found, key=lambda classes: -_room(classes[0][0]))
 
 
 def _modern(gpu: Gpu) -> bool:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from fitune.planner.advise import CardAdvice
 
 ORDER = (
-    "within the limits first; of these those with a firm price by what the job costs there, then those whose prices are "
-    "all doubtful by what it would cost, then those without a price by hours"
+    "within the limits first; of these those with a firm price by what the job costs there, then those whose prices "
+    "are all doubtful by what it would cost, then those without a price by hours"
 )
 
 
@@ -86,9 +86,7 @@ def within(card: CardAdvice, max_cost: float | None, max_hours: float | None) ->
     return bool(amounts) and min(amounts) <= max_cost
 
 
-def order(
-    cards: Sequence[CardAdvice], max_cost: float | None, max_hours: float | None
-) -> tuple[list[CardAdvice], int]:
+def order(cards: Sequence[CardAdvice], max_cost: float | None, max_hours: float | None) -> tuple[list[CardAdvice], int]:
     """Cards by the rule of `ORDER`, and how many of them are within the limits."""
 
     def rank(card: CardAdvice) -> tuple[Any, ...]:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 MOST_COUNTED = 5_000  # rows that are tokenised; of longer files the rest is taken to be like these
 UNIT_TOKENS = 1_000_000  # the job where neither data nor tokens are named: cost and time per million tokens
-# Tokens of a text whose tokenizer is not here. SmolLM2's tokenizer on the bundled demo set (2026-11-30, 17,920 tokens of
-# English): 3.8 characters a token, 4.3 tokens for the marks of a message. Vocabularies two to three times as large make
-# somewhat fewer tokens; of Chinese those with Chinese entries make 0.5 to 0.8 a character (not measured here; SmolLM2,
-# which has none, 1.9). ESTIMATE_ERROR is meant to cover both.
+# Tokens of a text whose tokenizer is not here. SmolLM2's tokenizer on the bundled demo set (2026-11-30, 17,920 tokens
+# of English): 3.8 characters a token, 4.3 tokens for the marks of a message. Vocabularies two to three times as large
+# make somewhat fewer tokens; of Chinese those with Chinese entries make 0.5 to 0.8 a character (not measured here;
+# SmolLM2, which has none, 1.9). ESTIMATE_ERROR is meant to cover both.
 LATIN_CHARS_PER_TOKEN = 3.9
 TOKENS_PER_OTHER_CHAR = 0.75
 MESSAGE_TOKENS = 5  # role, begin and end of a message in common chat templates
@@ -60,6 +60,7 @@ class Job:
     error: tuple[float, float] = (1.0, 1.0)
     facts: DataFacts | None = None
     notes: tuple[str, ...] = field(default=())
+    _padded: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # by micro-batch
 
     @property
     def num_evals(self) -> int:
@@ -89,7 +90,10 @@ class Job:
         if mean is None or not self.lengths:
             return plan, Workload(plan.seq_len)
         if not plan.packing:
-            return plan, Workload(padded_mean(self.lengths, plan, self.batch), self.target_share)
+            if plan.micro_batch not in self._padded:
+                some = self.lengths[:: -(-len(self.lengths) // MOST_COUNTED)]
+                self._padded[plan.micro_batch] = mean * padding(some, plan.micro_batch, self.batch)
+            return plan, Workload(self._padded[plan.micro_batch], self.target_share)
         per_step = plan.batch * mean
         rows = max(1, round(per_step / (PACKED_SHARE * plan.seq_len)))
         packed = plan.with_(batch=rows, micro_batch=min(plan.micro_batch, rows))
@@ -99,25 +103,24 @@ class Job:
 PACKED_SHARE = 0.95  # of a packed row that records fill; whole records do not fill it to the end
 
 
-def padded_mean(lengths: Sequence[int], plan: Plan, batch: int) -> float:
-    """Tokens of a mean row, padding included, over one epoch of the order that training takes.
+def padding(lengths: Sequence[int], micro_batch: int, batch: int) -> float:
+    """Tokens with padding over tokens without, in one epoch of the order that training takes.
 
     Args:
         lengths: of all records or of a sample.
-        plan: its micro-batch is what rows are padded within.
-        batch: records of a whole step (a plan for one of several cards has a share of them).
+        micro_batch: rows that are padded to the same width.
+        batch: records of a whole step.
     """
     from fitune.data.batches import plan_epoch
 
     records: Any = [_Length(i, n) for i, n in enumerate(lengths)]
-    padded = rows = 0
+    padded = 0
     for step in plan_epoch(records, batch, 0, 0, group_by_length=True):
         ordered = sorted((lengths[i] for i in step), reverse=True)
-        for at in range(0, len(ordered), plan.micro_batch):
-            some = ordered[at : at + plan.micro_batch]
+        for at in range(0, len(ordered), micro_batch):
+            some = ordered[at : at + micro_batch]
             padded += some[0] * len(some)
-            rows += len(some)
-    return padded / rows
+    return padded / sum(lengths)
 
 
 class _Length:
@@ -144,7 +147,7 @@ def of(recipe: Recipe, seq_len: int, tokens: float | None = None) -> Job:
 
     check_there(recipe.data)
     if not _is_local(recipe.data):
-        raise UserError(f"cannot measure {recipe.data}", "it is not a file of this machine, and nothing is fetched here",
+        raise UserError(f"cannot measure {recipe.data}", "it is not a file of this machine; nothing is fetched here",
                         "give a file, or say how many tokens it has with --tokens")  # fmt: skip
     tokenizer = tokenizer_here(recipe)
     if tokenizer is not None:
@@ -156,8 +159,7 @@ def _from_tokens(recipe: Recipe, seq_len: int, tokens: float | None) -> Job:
     total = float(UNIT_TOKENS if tokens is None else tokens)
     epochs = recipe.epochs or 1.0
     steps = recipe.steps or max(1, math.ceil(total * epochs / (recipe.batch * seq_len)))
-    note = f"every record is taken to be {seq_len} tokens long"
-    return Job(None, total, epochs, steps, recipe.batch, basis="unit" if tokens is None else "given", notes=(note,))
+    return Job(None, total, epochs, steps, recipe.batch, basis="unit" if tokens is None else "given")
 
 
 def _is_local(data: str) -> bool:
@@ -200,13 +202,10 @@ def _counted(recipe: Recipe, seq_len: int, tokenizer: Any, num_rows: int) -> Job
     lengths = tuple(len(record) for record in data.train)
     targets = sum(record.num_targets for record in data.train)
     times = num_rows / limit if limit else 1.0
-    notes = list(data.notes)
-    if limit:
-        notes.append(f"tokens were counted in the first {limit:,} of {num_rows:,} rows")
     return _job(
         recipe, lengths, times, targets / sum(lengths), sum(len(record) for record in data.eval) * times,
         "sampled" if limit else "counted", (0.9, 1.1) if limit else (1.0, 1.0),
-        facts_of(data.train, data.eval, recipe.batch, seq_len), notes,
+        facts_of(data.train, data.eval, recipe.batch, seq_len), data.notes,
     )  # fmt: skip
 
 
@@ -232,12 +231,8 @@ def _estimated(recipe: Recipe, seq_len: int) -> Job:
     trained = sizes[: len(sizes) - held_out]
     lengths = tuple(tokens for tokens, _ in trained)
     targets = sum(t for _, t in trained) if recipe.loss_on == "responses" else sum(lengths)
-    note = (
-        f"{recipe.model}'s tokenizer is not on this machine: tokens are estimated from characters "
-        f"({ESTIMATE_ERROR[0] - 1:+.0%} to {ESTIMATE_ERROR[1] - 1:+.0%})"
-    )
     return _job(recipe, lengths, 1.0, targets / sum(lengths), sum(t for t, _ in sizes[len(trained) :]), "estimated",
-                ESTIMATE_ERROR, _facts_of_lengths([t for t, _ in sizes], recipe.batch, seq_len), [note])  # fmt: skip
+                ESTIMATE_ERROR, _facts_of_lengths([t for t, _ in sizes], recipe.batch, seq_len), ())  # fmt: skip
 
 
 def _estimate(conversation: Any, seq_len: int) -> list[tuple[int, int]]:

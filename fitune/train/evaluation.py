@@ -76,7 +76,10 @@ def mark_best(active: Run) -> None:
     loss = next(e["eval_loss"] for e in reversed(active.events_of("eval")) if e["step"] == active.step)
     if not active.group.is_leader:
         return
-    checkpoint.mark_best(active.folder.checkpoints_path, active.step, loss)
+    folder = active.folder.checkpoints_path
+    checkpoint.mark_best(folder, active.step, loss)
+    if active.step in checkpoint.steps(folder):  # else it is being written, and the one before is the best for now
+        checkpoint.prune(folder, active.recipe.keep_checkpoints)
 
 
 def chunks(active: Run, records: Sequence[Record]) -> list[Sequence[Record]]:

@@ -165,8 +165,8 @@ def _nobody(event: dict[str, Any]) -> None:
 def _run(
     recipe: Recipe, group: Single, resume: Path | None, show: OnEvent, lang: str, supervised: bool
 ) -> TrainResult:  # fmt: skip
-    if resume is None and group.restarted and recipe.out and (Path(recipe.out) / "plan.json").is_file():
-        resume = Path(recipe.out)  # the same command again, after a failure or a preemption
+    if resume is None and group.elastic:
+        resume = group.share(_same_run(recipe))
     if resume is None:
         active = _start(recipe, group, show)
     else:
@@ -199,6 +199,14 @@ def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
         made = plan, created.path.resolve() if group.size > 1 else created.path
     plan, path = group.share(made)  # type: ignore[misc]
     return _active(recipe, plan, group, RunFolder(path), session, show)
+
+
+def _same_run(recipe: Recipe) -> Path | None:
+    """The run that this very job has begun before: its command was started again."""
+    stored = Path(recipe.out or "") / "recipe.yaml"
+    if not recipe.out or not stored.is_file():
+        return None
+    return stored.parent if stored.read_text(encoding="utf-8") == _with_whole_paths(recipe).to_yaml() else None
 
 
 def _active(

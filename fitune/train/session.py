@@ -142,7 +142,8 @@ def load_model(
     """
     import torch
 
-    from fitune.model.build import add_adapter, build, fill, open_host, weights_to_read
+    from fitune.model.build import add_adapter, build, fill, weights_to_read
+    from fitune.model.outside import open_host
     from fitune.model.packed_file import identity
 
     if plan.device == "cuda" and not torch.cuda.is_available():

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from fitune.train.died import Death, Restarts, diagnose
 from fitune.train.oom import oom_kills
 
@@ -36,6 +36,7 @@ _TAIL_BYTES = 64 << 10
 _TOLD = ("event", "step", "steps", "status", "run_folder", "resumed_from")
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
 _STOPS = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED, "SIGHUP": EXIT_TERMINATED}
+_ENDS = {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
 OnEvent = Callable[[dict[str, Any]], None]
 
 
@@ -144,6 +145,8 @@ class Supervisor:
                 death = diagnose(code, heard.text, kills, oom_kills(), wants_restart=code == EXIT_RESTART)
                 if self.stop_code is not None:
                     return self.stop_code if code < 0 else code
+                if heard.status is not None and code < 0:  # killed after it had told its end
+                    return _ENDS.get(heard.status, EXIT_FAILED)
                 if death is None or heard.status is not None:
                     return code
                 if self.folder is None:

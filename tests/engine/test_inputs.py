@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fitune.engine.inputs import OffloadedInputs
+from tests import tiny
+from tests.live import pass_peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -66,3 +68,21 @@ def test_a_wrong_order_is_noticed():
     offload.turn()
     with pytest.raises(AssertionError, match="layer 0 of 0 is not due"):
         offload.take(0, 0)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_the_device_holds_two_inputs_instead_of_all(num_batches):
+    """16 layers of one input [1, 512, 64] each per micro-batch; a recomputed layer's output goes earlier as well."""
+    config = tiny.config_of("llama", num_hidden_layers=16, max_position_embeddings=1024)
+    hidden = 512 * 64 * 2
+    kept, sent = (pass_peak_bytes(config, 512, num_batches=num_batches, offload_inputs=o) for o in (False, True))
+    assert (16 * num_batches - 3) * hidden <= kept - sent <= 16 * num_batches * hidden
+
+
+def test_streaming_adds_nothing_to_the_pass():
+    """The ring is there before; nothing that a pass allocates depends on where the weights are."""
+    config = tiny.config_of("llama", num_hidden_layers=6)
+    resident, streamed = (
+        pass_peak_bytes(config, 128, **changes) for changes in ({}, dict(stream_from="pinned", resident_layers=0))
+    )
+    assert streamed == resident

@@ -166,7 +166,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2"])
 def test_head_in_tiles(small_tiles, name, precision, order):
     """Against the head whole: plain, soft-capped and scaled logits; tied to the embedding (gemma2, cohere2) or not. In
-    fp32 the sums' order differs; in bf16 the whole head's gradient is rounded once, that of a tile in fp32."""
+    fp32 only the sums' order differs; in bf16 the error against fp32 arithmetic is the whole head's own."""
     model = tiny.reference(name)
     common = dict(precision=precision, base_format=precision, accumulation_order=order)
     engine = engine_for(model, **common, **STREAMED, head_place="host", embedding_place="host")
@@ -177,9 +177,10 @@ def test_head_in_tiles(small_tiles, name, precision, order):
     loss, ours = gradients(engine, BATCHES)
     expected, theirs = gradients(engine_for(model, **common), BATCHES)
     assert loss == pytest.approx(expected, rel=1e-6)
-    tolerance = 2e-6 if precision == "fp32" else 2**-7
-    for name, grad in theirs.items():
-        assert (ours[name] - grad).abs().max() <= tolerance * grad.abs().max() + 1e-9, name
+    _, exact = gradients(engine_for(model, **common | dict(precision="fp32")), BATCHES)
+    for name, grad in exact.items():
+        allowed = 3e-6 * grad.norm() if precision == "fp32" else 1.25 * (theirs[name] - grad).norm()
+        assert (ours[name] - grad).norm() <= allowed + 1e-9, name
     total, count = engine.evaluate(BATCHES)
     assert total / count == pytest.approx(loss, rel=1e-6)
 
@@ -266,7 +267,7 @@ def device_bytes(engine) -> int:
     tensors += [t for linear in built.linears.values() for t in linear.packed.tensors.values()]
     tensors += [t for e in built.experts for packed in e.packed.values() for t in packed.tensors.values()]
     if isinstance(engine.driver.weights, Ring):
-        tensors += [slot.buffer for slot in engine.driver.weights.slots]
+        tensors += [t for _, t in engine.driver.weights.device_tensors()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -23,7 +23,8 @@ def predicted(record: dict) -> tuple[phases.Prediction, phases.Overheads]:
     tracer = tracer_for(config, plan)
     facts = Facts(
         num_parameters=1, num_trained=1, state_bytes=1, vocab_size=config.vocab_size, hidden_size=config.hidden_size,
-        largest_values=1, largest_linear_values=1, stored_width=2, download_bytes=0, data_tokens=None, keep_checkpoints=1, platform="linux",
+        largest_values=1, largest_linear_values=1,
+        stored_width=2, download_bytes=0, data_tokens=None, keep_checkpoints=1, platform="linux",
         makes_weights=recipe.model.startswith("random:"),
     )  # fmt: skip
     major, _, minor = record["gpu"]["compute_capability"].partition(".")

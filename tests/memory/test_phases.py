@@ -18,7 +18,8 @@ from tests import tiny
 ROWS, COLUMNS = 2, 64
 FACTS = Facts(
     num_parameters=1_000_000, num_trained=10_000, state_bytes=80_000, vocab_size=256, hidden_size=64,
-    largest_values=16_384, largest_linear_values=8_192, stored_width=2, download_bytes=0, data_tokens=None, keep_checkpoints=2, platform="linux",
+    largest_values=16_384, largest_linear_values=8_192,
+    stored_width=2, download_bytes=0, data_tokens=None, keep_checkpoints=2, platform="linux",
 )  # fmt: skip
 HOPPER = overheads("cuda", (9, 0))
 POLICIES = [("lora", 0), ("lora", 2), ("lora", 4), ("full", 0), ("full", 4)]

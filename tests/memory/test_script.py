@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import random
 
@@ -34,6 +35,7 @@ CASES = {
 RUNS = (((2, 64, 64), 2, 2), ((3, 90, 400), 0, 1), ((1, 290, 100), LAYERS, 1))
 
 
+@functools.cache
 def pair(case):
     name, changes, plan_changes, general = CASES[case]
     config = tiny.config_of(name, num_hidden_layers=LAYERS, **changes)
@@ -61,7 +63,7 @@ def test_spliced_equals_whole(case):
     tracer, whole, general = pair(case)
     if general:
         tracer.script()
-    for shape, recompute, micro_batches in RUNS:
+    for shape, recompute, micro_batches in RUNS if general else RUNS[:2]:
         how = dict(recompute_layers=recompute, accumulates=micro_batches > 1, first_step=True)
         said, actual = tracer.step_events(*shape, **how), whole.step(*shape, recompute, micro_batches)
         assert told(said) == told(actual), (recompute, micro_batches, first_difference(said, actual))

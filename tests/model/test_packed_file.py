@@ -10,7 +10,8 @@ import torch
 
 from fitune.errors import UserError
 from fitune.model import packed_file
-from fitune.model.build import build, fill, open_host, weights_to_read
+from fitune.model.build import build, fill, weights_to_read
+from fitune.model.outside import open_host
 from fitune.model.packed_file import identity
 from fitune.model.source import resolve
 from tests import tiny

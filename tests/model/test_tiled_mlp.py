@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fitune.engine.batch import meta_batch
-from fitune.engine.driver import Driver
-from fitune.engine.step import forward_backward
-from fitune.model.build import add_adapter, build, fill, meta_weights
 from tests import tiny
 from tests.engine.test_step import engine_for, gradients
+from tests.live import pass_peak_bytes
 
 RECS = tiny.records(4)
 BATCHES = [tiny.padded(RECS[:2]), tiny.padded(RECS[2:], 2)]
@@ -52,46 +49,9 @@ def test_kept_layers_run_whole():
 
 
 def peak_bytes(tiles: int) -> int:
-    """Highest sum of live meta storages during a step of one row of 512 tokens."""
-    import weakref
-
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    class Live(TorchDispatchMode):
-        now = peak = 0
-        known: set[int] = set()
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    storage = leaf.untyped_storage()
-                    if storage._cdata not in self.known:
-                        self.known.add(storage._cdata)
-                        self.now += storage.nbytes()
-                        self.peak = max(self.peak, self.now)
-                        weakref.finalize(storage, self.died, storage._cdata, storage.nbytes())
-            return out
-
-        def died(self, key, size):
-            self.known.discard(key)
-            self.now -= size
-
+    """Of a step of one row of 512 tokens."""
     config = tiny.config_of("llama", num_hidden_layers=2, intermediate_size=1024, max_position_embeddings=1024)
-    plan = tiny.make_plan(num_layers=2, recompute_layers=2, precision="bf16", base_format="bf16", mlp_tiles=tiles)
-    built = build(config, plan, "meta")
-    fill(built, meta_weights(built), plan)
-    add_adapter(built, plan)
-    driver = Driver(built)
-    driver.check()
-    live = Live()
-    with live:
-        forward_backward(
-            driver, [meta_batch(1, 512, with_dropout=False)], recompute_layers=2, loss_chunk=32, grad_scale=1.0,
-            mlp_tiles=tiles,
-        )  # fmt: skip
-    return live.peak
+    return pass_peak_bytes(config, 512, mlp_tiles=tiles)
 
 
 def test_inner_activations_shrink_by_the_number_of_pieces():

@@ -20,14 +20,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout_s: float = 60) -> list[Any]:
     """`work(group, *arguments)` on every rank; what each returned, by rank. The first failure is raised."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = free_port()
     channels = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_rank, args=(rank, size, port, channels[rank][1], work, arguments))
+        context.Process(target=_rank, args=(rank, size, port, channels[rank][1], work, arguments, timeout_s))
         for rank in range(size)
     ]
     for process in processes:
@@ -53,7 +53,9 @@ def _result(rank: int, channel: Any) -> Any:
     return result
 
 
-def _rank(rank: int, size: int, port: int, channel: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _rank(
+    rank: int, size: int, port: int, channel: Any, work: Callable[..., Any], arguments: Sequence[Any], timeout_s: float
+) -> None:  # fmt: skip
     import torch
 
     from fitune.parallel.group import Group
@@ -61,7 +63,7 @@ def _rank(rank: int, size: int, port: int, channel: Any, work: Callable[..., Any
 
     torch.set_num_threads(1)
     try:
-        group = Group(World(rank, size, rank, size, "127.0.0.1", port), "cpu", timeout_s=60)
+        group = Group(World(rank, size, rank, size, "127.0.0.1", port), "cpu", timeout_s)
         channel.send_bytes(pickle.dumps((work(group, *arguments), None)))
         group.close()
     except BaseException:

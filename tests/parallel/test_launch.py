@@ -57,7 +57,7 @@ def test_each_rank_gets_its_own_card():
 def test_the_place_comes_from_torchrun_or_slurm():
     torchrun = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1")
     assert from_environment(torchrun) == World(3, 4, 1, 2, "a", 1)
-    assert from_environment(torchrun | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarted  # type: ignore[union-attr]
+    assert from_environment(torchrun | {"TORCHELASTIC_RUN_ID": "job"}).elastic  # type: ignore[union-attr]
     slurm = dict(
         SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="4", SLURM_LOCALID="1", SLURM_NTASKS_PER_NODE="2", MASTER_ADDR="n1"
     )
@@ -130,7 +130,7 @@ def test_the_command_stops_in_one_checkpoint_and_goes_on(job: Any, alone: Path, 
     """`--nproc 2`, SIGTERM in the middle, the same run on one process: the losses of a run that was never stopped."""
     run = tmp_path / "run"
     settings = job(run, save_every=100)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({k: v for k, v in settings.items()}))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "fitune", "train", str(tmp_path / "recipe.yaml"), "--nproc", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

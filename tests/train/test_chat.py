@@ -148,7 +148,7 @@ def test_an_adapter_that_does_not_fit_is_refused(trained: Path, tmp_path: Path):
     ("name", "what", "fix"),
     [
         ("runs/traind", "no run 'runs/traind'", "did you mean trained?"),
-        ("traind", "no run and no model is called 'traind'", "did you mean trained?; models: "),
+        ("traind", "no run and no model is called 'traind'", "did you mean trained?; names the catalog knows"),
         ("smolm2", "no run and no model is called 'smolm2'", "HuggingFaceTB/SmolLM2-135M"),
         ("./empty", "empty is not a run", "`fitune runs` lists the runs"),
         ("./nothing", "no run './nothing'", "did you mean trained?"),

@@ -1,4 +1,4 @@
-"""What guards a run without changing it: rehearsal, losses that are no numbers, another device, samples without room."""
+"""What guards a run without changing it: rehearsal, losses that are no numbers, another device, long records."""
 
 from __future__ import annotations
 

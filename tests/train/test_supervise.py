@@ -42,7 +42,9 @@ if act == "done":
 if act == "refused":
     print("error: no", file=sys.stderr)
     end("failed", 2)
-if act == "kill":
+if act == "kill at the end":
+    up.on_event({"event": "end", "status": "done"})
+if act.startswith("kill"):
     os.kill(os.getpid(), signal.SIGKILL)
 if act == "restart":
     print("NCCL error: out of memory", file=sys.stderr)
@@ -126,6 +128,11 @@ def test_a_death_is_followed_by_another_life(act: str, cause: str, change: str, 
     (restart,) = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "restart"]
     assert (restart["cause"], restart["change"], restart["step"]) == (cause, change, 1)
     assert len(told) == 1 and cause in told[0] and told[0].startswith("note: the run died after step 1: ")
+
+
+def test_killed_after_its_end(worker, tmp_path: Path):
+    """While the report is written, say: the run is done, nothing is started again."""
+    assert supervise(worker("kill at the end")) == 0 and lives(tmp_path) == 1
 
 
 def test_it_gives_up(worker, tmp_path: Path):

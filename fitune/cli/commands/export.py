@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,7 +14,20 @@ from fitune.errors import EXIT_DONE, UserError
 from fitune.units import format_bytes, parse_size
 
 
-@click.command("export")
+class _WithLaunch(click.Command):
+    """`fitune export launch ...` is a command of its own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["launch"]:
+            from fitune.cli.launch import export_command
+
+            return export_command.make_context("export launch", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command("export", cls=_WithLaunch)
 @click.argument("run")
 @click.option("--merged", is_flag=True, help="Write the whole model with the adapter merged into its 16-bit weights.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Format of merged weights.  [default: bf16]")
@@ -26,6 +40,9 @@ def command(run: str, merged: bool, dtype: str | None, ram: str | None, out: Pat
 
     The adapter is in PEFT format. A merge goes layer by layer, into the original 16-bit weights also where the run
     trained on a quantised base.
+
+    \b
+    fitune export launch RECIPE    files that start a job on several machines
     """
     if dtype and not merged:
         raise UserError("--dtype needs --merged", "an adapter is written as it was trained", "add --merged")

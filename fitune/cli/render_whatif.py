@@ -1,0 +1,141 @@
+"""A plan beside what it would be under a change, and how far a card goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fitune.cli.render_gpus import columns
+from fitune.memory.groups import LANGUAGES
+from fitune.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WORDS: dict[str, tuple[str, str]] = {
+    "what_if": ("What if", "如果改变"),
+    "now": ("now", "现在"),
+    "fits": ("fits", "放得下"),
+    "yes": ("yes", "是"),
+    "no": ("no", "否"),
+    "base": ("base", "底座格式"),
+    "micro": ("micro-batch", "微批"),
+    "length": ("length", "长度"),
+    "recompute": ("recomputed", "重算层数"),
+    "of": ("{n} of {all}", "{n} / {all}"),
+    "streamed": ("streamed", "流式层数"),
+    "optimizer": ("optimizer", "优化器"),
+    "device": ("on", "设备"),
+    "needs": ("needs", "需要"),
+    "budget": ("budget", "预算"),
+    "step": ("a step", "每步"),
+    "rate": ("tokens/s", "token/秒"),
+    "exact": ("exact", "精确"),
+    "cannot": ("{question}: cannot be planned: {why}", "{question}：无法规划：{why}"),
+    "would_fit": ("{question} would fit with: {change}", "{question} 这样可行：{change}"),
+    "limits": ("How far this card goes, the rest as it is", "其他设置不变时的上限"),
+    "seq_len": ("longest record", "最长记录"),
+    "micro_batch": ("largest micro-batch", "最大微批"),
+    "model": ("largest model", "最大模型"),
+    "tokens": ("{n:,} tokens", "{n:,} 个 token"),
+    "rows": ("{n:,} rows of {length:,} tokens", "{n:,} 行（每行 {length:,} 个 token）"),
+    "none": ("none", "无"),
+    "end": (" or more", " 或更多"),
+    "model_note": ("largest model: of the dense models that fitune knows by heart",
+                   "最大模型：限 fitune 内置的稠密模型"),
+    "rope_note": ("longest record: as memory goes; beyond the model's own positions it needs --rope-scaling",
+                  "最长记录：仅按显存计算；超出模型位置数时需要 --rope-scaling"),
+}  # fmt: skip
+
+
+def word(key: str, lang: str, **values: object) -> str:
+    text = _WORDS[key][LANGUAGES.index(lang)]
+    return text.format(**values) if values else text
+
+
+def show_what_if(
+    console: Console, now: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], lang: str = "en"
+) -> None:
+    """Prints the plan now and under each change, side by side.
+
+    Args:
+        now: what `fitune plan --json` prints. answers: `planner.whatif.WhatIf.as_dict()`.
+    """
+    console.print()
+    console.print(word("what_if", lang), markup=False, style="bold")
+    planned = [answer for answer in answers if answer["plan"]]
+    if planned:
+        heads = ["", word("now", lang), *(question(answer) for answer in planned)]
+        sides = [facts(side, lang) for side in (now, *planned)]
+        rows = [(name, *(side[name] for side in sides)) for name in sides[0] if _tells(name, sides, lang)]
+        for line in columns([tuple(heads), *rows], left=(0,)):
+            console.print(line, markup=False)
+    for answer in answers:
+        if answer["problem"]:
+            console.print(word("cannot", lang, question=question(answer), why=answer["problem"]), markup=False)
+        for entry in answer["nearest_fits"]:
+            console.print(word("would_fit", lang, question=question(answer), change=entry["change"]), markup=False)
+
+
+def question(answer: Mapping[str, Any]) -> str:
+    """`seq_len=8192, batch=4`."""
+    return ", ".join(f"{name}={'auto' if value is None else value}" for name, value in answer["changes"].items())
+
+
+def facts(result: Mapping[str, Any], lang: str) -> dict[str, str]:
+    """What is compared, in the order in which it is shown."""
+    plan, predicted = result["plan"], result["predicted"] or {}
+    needs = next((predicted[k] for k in ("device_bytes", "peak_reserved_bytes", "peak_allocated_bytes", "host_bytes")
+                  if predicted.get(k)), None)  # fmt: skip
+    step_s, rate, resident = predicted.get("step_s"), predicted.get("tokens_per_s"), plan.get("resident_layers")
+    streamed = 0 if plan["stream_from"] == "none" or resident is None else plan["num_layers"] - resident
+    exact = plan["base_format"] not in ("int8", "nf4", "fp4") and "8bit" not in plan["optimizer"]
+    method = "full" if plan["adapter"] is None else f"LoRA r={plan['adapter']['r']}"
+    return {
+        word("fits", lang): word("yes" if result["fits"] else "no", lang),
+        word("device", lang): plan["device_name"],
+        word("base", lang): f"{method}, {plan['base_format']}",
+        word("exact", lang): word("yes" if exact and plan["precision"] != "fp16" else "no", lang),
+        word("length", lang): f"{plan['seq_len']:,}",
+        word("micro", lang): word("of", lang, n=plan["micro_batch"], all=plan["batch"]),
+        word("recompute", lang): word("of", lang, n=plan["recompute_layers"], all=plan["num_layers"]),
+        word("streamed", lang): word("of", lang, n=streamed, all=plan["num_layers"]),
+        word("optimizer", lang): plan["optimizer"],
+        word("needs", lang): "-" if needs is None else format_bytes(needs),
+        word("budget", lang): "-" if plan["budget_bytes"] is None else format_bytes(plan["budget_bytes"]),
+        word("step", lang): "-" if step_s is None else format_duration(step_s),
+        word("rate", lang): "-" if rate is None else f"{rate:,.0f}",
+    }
+
+
+ALWAYS = ("fits", "base", "micro", "recompute", "needs", "budget", "step", "rate")
+
+
+def _tells(name: str, sides: Sequence[Mapping[str, str]], lang: str) -> bool:
+    """Rows that are the same on all sides are shown only where one would miss them."""
+    return name in {word(key, lang) for key in ALWAYS} or len({side[name] for side in sides}) > 1
+
+
+def show_limits(console: Console, limits: Sequence[Mapping[str, Any]], lang: str = "en") -> None:
+    """Prints `planner.whatif.Limit.as_dict()` of each."""
+    console.print()
+    console.print(word("limits", lang), markup=False, style="bold")
+    rows = []
+    for limit in limits:
+        plan = limit["plan"]
+        if plan is None:
+            rows.append((word(limit["what"], lang), word("none", lang), "", ""))
+            continue
+        if limit["what"] == "seq_len":
+            value = word("tokens", lang, n=limit["value"])
+        elif limit["what"] == "micro_batch":
+            value = word("rows", lang, n=limit["value"], length=plan["seq_len"])
+        else:
+            value = str(limit["value"])
+        value += word("end", lang) if limit["is_end"] and limit["what"] != "model" else ""
+        again = word("of", lang, n=plan["recompute_layers"], all=plan["num_layers"])
+        rows.append((word(limit["what"], lang), value, plan["base_format"], f"{word('recompute', lang)} {again}"))
+    for line in columns(rows, left=(0, 1, 2, 3)):
+        console.print(f"  {line}", markup=False)
+    console.print(word("rope_note", lang), markup=False, style="dim")
+    console.print(word("model_note", lang), markup=False, style="dim")

@@ -1,0 +1,92 @@
+"""What each technique saves in a job: predicted by taking it away or adding it, or by its formula."""
+
+from __future__ import annotations
+
+import pytest
+
+from fitune import recipe as recipes
+from fitune.memory.phases import needed_bytes
+from fitune.planner import effects, make_plan, predict, techniques_list, whatif
+
+GIB = 2**30
+MODEL = "meta-llama/Llama-3.1-8B"
+
+
+def found(**values):
+    recipe = recipes.build({"model": MODEL, **values})
+    context = whatif.context_of(recipe)
+    result = make_plan(recipe, config=context.config)
+    return context, result.plan, {e.technique.key: e for e in effects.effects(context, result)}
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """An nf4 base on a card of 10 GiB: most techniques are needed."""
+    return found(gpu="rtx3080")
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A 16-bit base on a card with room."""
+    return found(gpu="rtx4090")
+
+
+def test_every_technique_has_a_rule():
+    assert effects._RULES.keys() == techniques_list.BY_KEY.keys()
+
+
+def test_those_in_use_are_marked_and_come_first(tight):
+    _, plan, got = tight
+    used = {key for key, effect in got.items() if effect.used}
+    assert used == {"qlora", "nf4", "double_quant", "bf16", "accumulation", "checkpointing", "flash_attention",
+                    "chunked_loss", "host_embedding"}  # fmt: skip
+    assert [effect.used for effect in got.values()] == sorted((e.used for e in got.values()), reverse=True)
+    assert plan.base_format == "nf4" and "lora" not in got
+
+
+def test_savings_are_predictions_of_the_other_plan(tight):
+    context, plan, got = tight
+
+    def needs(**changes):
+        return needed_bytes(predict.phases_of(context, plan.with_(**changes), briefly=True).most)
+
+    now = needs()
+    for key, changes in (
+        ("nf4", {"base_format": "bf16"}),
+        ("checkpointing", {"recompute_layers": 0}),
+        ("accumulation", {"micro_batch": 8}),
+        ("chunked_loss", {"loss_chunk": 2048}),
+    ):
+        assert (got[key].saves_bytes, got[key].basis) == (needs(**changes) - now, "predicted"), key
+    assert got["adam8bit"].saves_bytes == now - needs(optimizer="adamw8bit")
+
+
+def test_sizes_by_hand(tight):
+    """Llama-3.1-8B: 6.98 billion weights in its layers, a table of 128,256 x 4,096, 42 million adapter parameters."""
+    _, plan, got = tight
+    layers, table, adapters = 32 * 218.1e6, 128256 * 4096, 41.94e6
+    # 16 bits less 4.13 bits a weight; an unpacked one's working copy goes too
+    assert got["nf4"].saves_bytes == pytest.approx(layers * (2 - 4.13 / 8), rel=0.05)
+    assert got["double_quant"].saves_bytes == pytest.approx(layers * (0.0625 - 0.01587), rel=0.02)
+    assert got["host_embedding"].saves_bytes == 2 * table
+    assert got["lion"].saves_bytes == pytest.approx(4 * adapters, rel=0.06)
+    assert got["flash_attention"].saves_bytes == 2048**2 * 32 * (8 + 2 * (32 - plan.recompute_layers))
+    assert got["chunked_loss"].saves_bytes == pytest.approx(8 * 128256 * (2048 - plan.loss_chunk), rel=0.4)
+    assert got["zero1"].num_gpus == 2
+    assert got["zero1"].saves_bytes == pytest.approx(8 * adapters / 2, rel=0.01)
+    assert got["zero2"].saves_bytes == pytest.approx(12 * adapters / 2, rel=0.01)
+    assert got["zero1"].saves_bytes < got["zero2"].saves_bytes < got["zero3"].saves_bytes
+
+
+def test_a_wide_base_uses_lora_and_could_be_quantised(wide):
+    _, plan, got = wide
+    assert plan.base_format == "bf16" and got["lora"].used and not got["nf4"].used and "double_quant" not in got
+    # full fine-tuning: 16 bytes more for each of 8.03 billion parameters, less the adapters', more activations
+    assert got["lora"].saves_bytes == pytest.approx(16 * 8.03e9, rel=0.05)
+    assert got["nf4"].saves_bytes > got["int8"].saves_bytes > 5 * GIB
+
+
+def test_json(tight):
+    values = [effect.as_dict() for effect in tight[2].values()]
+    assert {"technique", "used", "saves_bytes", "basis", "exact", "setting", "source"} <= values[0].keys()
+    assert {value["basis"] for value in values} == {"predicted", "formula"}

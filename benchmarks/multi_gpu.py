@@ -55,7 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     "8b-bf16-streamed": _case(0, "streamed", _8B | dict(method="lora"), 4, "8b-bf16-streamed-one", **LEAN),
     "8b-nf4-streamed-one": _case(1, "none", _8B | dict(method="qlora"), 4, **LEAN),
     "8b-nf4-streamed": _case(0, "streamed", _8B | dict(method="qlora"), 4, "8b-nf4-streamed-one", **LEAN),
-    "8b-full-fsdp2": _case(0, "fsdp2", _8B | dict(method="full"), 4, **SHARDS | dict(embedding_place="device", loss_chunk=256)),
+    "8b-full-fsdp2": _case(
+        0, "fsdp2", _8B | dict(method="full"), 4, **SHARDS | dict(embedding_place="device", loss_chunk=256)
+    ),
     "70b-nf4-one": _case(1, "none", _70B | dict(micro_batch=2), 2, embedding_place="host", head_place="host"),
     "70b-nf4-fsdp2": _case(0, "fsdp2", _70B | dict(micro_batch=2), 2, "70b-nf4-one", **SHARDS, head_place="host"),
     "70b-nf4-streamed-24gib": _case(
@@ -243,7 +245,8 @@ def checkpoint_case(name: str, points: dict[str, Any], args: argparse.Namespace)
 
 def _training(folder: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = dict(
-        model="smollm2" if _is_bundled() else "random:HuggingFaceTB/SmolLM2-135M-Instruct", data="demo", batch=8, seq_len=256, lr=2e-4, warmup=0, schedule="constant", save_every=4,
+        model="smollm2" if _is_bundled() else "random:HuggingFaceTB/SmolLM2-135M-Instruct", data="demo", batch=8,
+        seq_len=256, lr=2e-4, warmup=0, schedule="constant", save_every=4,
         eval_share=0.05, eval_every=1000, packing=False, out=str(Path(folder) / name),
     )  # fmt: skip
     if args.cpu:

@@ -76,7 +76,7 @@ class Plan:
     head_place: str = "device"  # device | host: a frozen head crosses the link in vocabulary tiles
     offload_inputs: bool = False  # saved inputs of recomputed layers wait in host memory
     mlp_tiles: int = 1  # pieces of tokens in which a recomputed layer's gated MLP runs
-    parallel: str = "none"  # how several GPUs work together: none | ddp | streamed | fsdp2
+    parallel: str = "none"  # how several GPUs work together: none | ddp | streamed | fsdp2 | pp
     world_size: int = 1  # processes, each with a GPU of its own
     predicted: dict[str, Any] = field(default_factory=dict)
     reasons: tuple[Reason, ...] = ()

@@ -23,7 +23,7 @@ OptimizerName = Literal[
     "auto", "adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor", "lion", "lion8bit", "sgd"
 ]
 Schedule = Literal["cosine", "linear", "constant"]
-Parallel = Literal["auto", "none", "ddp", "streamed", "fsdp2"]
+Parallel = Literal["auto", "none", "ddp", "streamed", "fsdp2", "pp"]
 QUANTISED_FORMATS = ("int8", "nf4", "fp4")
 
 

@@ -1,6 +1,6 @@
 """Write docs/measured.md from the records in benchmarks/results.
 
-    python scripts/write_measured.py [--check]
+python scripts/write_measured.py [--check]
 """
 
 from __future__ import annotations
@@ -31,10 +31,84 @@ def page() -> str:
     text = HEAD
     for path in sorted(RESULTS.glob("*.json")):
         records = json.loads(path.read_text(encoding="utf-8"))
-        measured = [record for record in records if "measured" in record]
-        if measured:
-            text += section(path.name, measured)
+        measured = [r for r in records if "measured" in r and "predicted" in r]
+        if not measured:
+            continue
+        free = [r for r in measured if not r["cap_bytes"] or "outcome" not in r]
+        text += matrix_section(path.name, free) if "-matrix-" in path.name else section(path.name, free)
+        if capped := [r for r in measured if "outcome" in r]:
+            text += boundary_section(capped)
     return text
+
+
+def matrix_section(name: str, records: list[dict[str, Any]]) -> str:
+    """Runs of `benchmarks/measure.py`: how far off the predictions were, then every run."""
+    first = records[0]
+    versions = ", ".join(f"{key} {value}" for key, value in first["versions"].items())
+    lines = [
+        f"\n## {first['gpu']['name']}, {first['date']}: {len(records)} configurations\n",
+        f"`{name}` (`benchmarks/measure.py`): {versions}. Each was predicted before it was run; the commit stands in "
+        "its record. Errors of the prediction, over all runs:\n",
+        "| | median | 95 % | worst | lowest |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for field, title in (
+        ("peak_allocated_bytes", "peak of tensors"),
+        ("peak_reserved_bytes", "peak that the allocator holds"),
+        ("device_bytes", "what the driver counts"),
+    ):
+        off = [step_of(r["predicted"])[field] / step_of(r["measured"])[field] - 1 for r in records]
+        sizes = sorted(abs(e) for e in off)
+        lines.append(
+            f"| {title} | {sizes[len(sizes) // 2]:.2%} | {sizes[int(0.95 * len(sizes))]:.2%} | {sizes[-1]:.2%} "
+            f"| {min(off):+.2%} |"
+        )
+    lines += [
+        "\n| group | micro-batch x length / batch | recomputed layers | predicted | measured | driver predicted "
+        "| driver measured | tokens/s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in records:
+        plan, said, was = r["plan"], step_of(r["predicted"]), step_of(r["measured"])
+        cells = [
+            r["group"],
+            f"{plan['micro_batch']} x {plan['seq_len']} / {plan['batch']}",
+            f"{plan['recompute_layers']} of {plan['num_layers']}",
+            *(f"{side['peak_allocated_bytes'] / GIB:.3f}" for side in (said, was)),
+            *(f"{side['device_bytes'] / GIB:.2f}" for side in (said, was)),
+            f"{r['measured']['tokens_per_s']:,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def boundary_section(records: list[dict[str, Any]]) -> str:
+    """Runs below a cap of memory, whose prediction was close to it."""
+    lines = [
+        "\nRuns under a cap that the driver counts, with lengths whose prediction is close to it. A retry is torch's "
+        "allocator giving back what it holds unused, and asking again.\n",
+        "| group | cap | rows x length | predicted / cap | says | outcome | retries |",
+        "| --- | ---: | --- | ---: | --- | --- | ---: |",
+    ]
+    for r in records:
+        plan = r["plan"]
+        cells = [
+            r["group"],
+            f"{r['cap_bytes'] / GIB:g} GiB",
+            f"{plan['micro_batch']} x {plan['seq_len']}",
+            f"{r['predicted']['device_bytes'] / r['cap_bytes']:.4f}",
+            "fits" if r["predicted_fits"] else "does not fit",
+            "ran" if r["outcome"] == "ran" else "out of memory",
+            str(r["measured"]["num_alloc_retries"]),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def step_of(side: dict[str, Any]) -> dict[str, Any]:
+    """What is counted in a steady step."""
+    found: dict[str, Any] = side["phases"]["step"]
+    return found
 
 
 def section(name: str, records: list[dict[str, Any]]) -> str:

@@ -21,8 +21,9 @@ _WORDS = {
         "What makes a training job fit a card, one entry each. Written by `scripts/write_techniques.py` from\n"
         "`fitune/planner/techniques_list/`; change the texts there. How much each saves *in your job* is computed, not "
         "written\nhere: `fitune plan MODEL --explain`. [中文](zh.md)",
-        "让训练任务放进显卡的各项技术，每项一条。由 `scripts/write_techniques.py` 根据 "
-        "`fitune/planner/techniques_list/` 生成，\n请在那里修改。每项技术*在你的任务中*能省多少由程序计算：`fitune plan MODEL --explain --lang zh`。"
+        "让训练任务放进显卡的各项技术，每项一条。由 `scripts/write_techniques.py` 根据\n"
+        "`fitune/planner/techniques_list/` 生成，请在那里修改。每项技术*在你的任务中*能省多少由程序计算：\n"
+        "`fitune plan MODEL --explain --lang zh`。"
         "[English](index.md)",
     ),
     "symbols": ("Symbols", "符号"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli.render_gpus import columns
+from fitune.cli.render_gpus import columns, short_name, wrapped
+from fitune.cli.sentences import duration, translated
 from fitune.memory.groups import LANGUAGES
 from fitune.units import format_bytes, format_duration
 
@@ -61,20 +62,40 @@ def show_what_if(
     Args:
         now: what `fitune plan --json` prints. answers: `planner.whatif.WhatIf.as_dict()`.
     """
+    from rich.cells import cell_len
+
     console.print()
     console.print(word("what_if", lang), markup=False, style="bold")
     planned = [answer for answer in answers if answer["plan"]]
-    if planned:
-        heads = ["", word("now", lang), *(question(answer) for answer in planned)]
-        sides = [facts(side, lang) for side in (now, *planned)]
-        rows = [(name, *(side[name] for side in sides)) for name in sides[0] if _tells(name, sides, lang)]
-        for line in columns([tuple(heads), *rows], left=(0,)):
+    while planned:
+        for count in range(len(planned), 0, -1):  # as many side by side as there is room for
+            lines = side_by_side(now, planned[:count], lang)
+            if count == 1 or max(map(cell_len, lines)) <= console.width:
+                break
+        for line in lines:
             console.print(line, markup=False)
+        planned = planned[count:]
+        console.print()
+    for line in said(answers, lang):
+        for part in wrapped(line, console.width):
+            console.print(part, markup=False)
+
+
+def side_by_side(now: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], lang: str) -> list[str]:
+    """The plan now and some answers as a table."""
+    sides = [facts(side, lang) for side in (now, *answers)]
+    rows = [(name, *(side[name] for side in sides)) for name in sides[0] if _tells(name, sides, lang)]
+    heads = ("", word("now", lang), *(question(answer) for answer in answers))
+    return columns([heads, *rows], left=(0,))
+
+
+def said(answers: Sequence[Mapping[str, Any]], lang: str) -> Iterator[str]:
+    """What cannot be planned, and what would fit where nothing does."""
     for answer in answers:
         if answer["problem"]:
-            console.print(word("cannot", lang, question=question(answer), why=answer["problem"]), markup=False)
+            yield word("cannot", lang, question=question(answer), why=translated(answer["problem"], lang))
         for entry in answer["nearest_fits"]:
-            console.print(word("would_fit", lang, question=question(answer), change=entry["change"]), markup=False)
+            yield word("would_fit", lang, question=question(answer), change=translated(entry["change"], lang))
 
 
 def question(answer: Mapping[str, Any]) -> str:
@@ -93,7 +114,7 @@ def facts(result: Mapping[str, Any], lang: str) -> dict[str, str]:
     method = "full" if plan["adapter"] is None else f"LoRA r={plan['adapter']['r']}"
     return {
         word("fits", lang): word("yes" if result["fits"] else "no", lang),
-        word("device", lang): plan["device_name"],
+        word("device", lang): short_name(plan["device_name"]),
         word("base", lang): f"{method}, {plan['base_format']}",
         word("exact", lang): word("yes" if exact and plan["precision"] != "fp16" else "no", lang),
         word("length", lang): f"{plan['seq_len']:,}",
@@ -103,7 +124,7 @@ def facts(result: Mapping[str, Any], lang: str) -> dict[str, str]:
         word("optimizer", lang): plan["optimizer"],
         word("needs", lang): "-" if needs is None else format_bytes(needs),
         word("budget", lang): "-" if plan["budget_bytes"] is None else format_bytes(plan["budget_bytes"]),
-        word("step", lang): "-" if step_s is None else format_duration(step_s),
+        word("step", lang): "-" if step_s is None else duration(format_duration(step_s), lang),
         word("rate", lang): "-" if rate is None else f"{rate:,.0f}",
     }
 
@@ -137,5 +158,6 @@ def show_limits(console: Console, limits: Sequence[Mapping[str, Any]], lang: str
         rows.append((word(limit["what"], lang), value, plan["base_format"], f"{word('recompute', lang)} {again}"))
     for line in columns(rows, left=(0, 1, 2, 3)):
         console.print(f"  {line}", markup=False)
-    console.print(word("rope_note", lang), markup=False, style="dim")
-    console.print(word("model_note", lang), markup=False, style="dim")
+    for key in ("rope_note", "model_note"):
+        for part in wrapped(word(key, lang), console.width):
+            console.print(part, markup=False, style="dim")

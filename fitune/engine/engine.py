@@ -238,6 +238,11 @@ class Engine:
         """Masters of the trained parameters by name, on the CPU."""
         return {name: master.detach().cpu().contiguous() for name, (_, master) in self.masters.pairs.items()}
 
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """All weights of a model trained in full, in host memory, where the model itself does not hold them all; None
+        where it does."""
+        return None
+
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Everything needed to go on exactly: tensors and plain values, no pickle."""
         tensors = {f"parameter|{name}": t for name, t in self.trained_tensors().items()}

@@ -12,7 +12,9 @@ Weights come from `driver.weights` (see `fitune.engine.ring`), which is told the
 layer's weights are on the device inside `weights.layer(index)` only. On `meta` a ring has its buffers, allocated when
 the driver is made, and no copies happen; what a streamed step allocates besides the resident one's is: nothing in
 "forward" and "backward"; with a head in host memory, in "tail", see `fitune.engine.tiled_tail`; with `offload`, no
-"stash" but two buffers of the largest input at the start of "backward" of the last recomputed layer.
+"stash" but two buffers of the largest input at the start of "backward" of the last recomputed layer, and a recomputed
+layer's output goes before its backward pass. From the second time a layer is recomputed its last product is not made
+where nothing reads it (`Driver.run_layer_again`): the tensor is there, as zeros.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -43,7 +46,9 @@ def ignore(part: str, index: int) -> None:
 
 
 @dataclass
-class _Running:
+class Running:
+    """A micro-batch on its way through the layers."""
+
     batch: Batch
     embedded: torch.Tensor | None  # with its graph, where the embedding is trained
     calls: list[LayerCall]
@@ -78,22 +83,22 @@ def forward_backward(
     assert 0 <= recompute_layers <= num_layers, f"{recompute_layers} of {num_layers} layers cannot recompute"
     driver.weights.begin(pass_items(driver, group, loss_chunk))
     observe("embed", 0)
-    running = [_start(driver, batch, trains_embedding) for batch in group]
+    running = [start(driver, batch, trains_embedding) for batch in group]
     stash = _Stash(running, recompute_layers, offload, observe)
     for index in range(num_layers):
         observe("forward", index)
         with driver.weights.layer(index), _tiling(driver, mlp_tiles if index < recompute_layers else 1):
             for state in running:
-                _forward_layer(driver, state, index, stash=stash, trains_embedding=trains_embedding)
+                forward_layer(driver, state, index, stash=stash, trains_embedding=trains_embedding)
     observe("tail", 0)
-    loss = _tail(driver, running, loss_chunk, grad_scale, lambda: grads_ready("tail", 0))
+    loss = tail(driver, running, loss_chunk, grad_scale, lambda: grads_ready("tail", 0))
     for index in reversed(range(num_layers)):
         observe("backward", index)
         if index == recompute_layers - 1:
             stash.turn()
         with driver.weights.layer(index), _tiling(driver, mlp_tiles if index < recompute_layers else 1):
             for state in running:
-                _backward_layer(driver, state, index, stash=stash, needs_input_grad=index > 0 or trains_embedding)
+                backward_layer(driver, state, index, stash=stash, needs_input_grad=index > 0 or trains_embedding)
                 grads_ready("layer", index)
     stash.end()
     if trains_embedding:
@@ -105,18 +110,32 @@ def forward_backward(
     return loss
 
 
-def _start(driver: Driver, batch: Batch, trains_embedding: bool) -> _Running:
+def start(driver: Driver, batch: Batch, trains_embedding: bool) -> Running:
+    """Embed a micro-batch."""
     batch.enter(driver.built.context)
     with torch.set_grad_enabled(trains_embedding):
         hidden, calls = driver.record(batch.input_ids, batch.position_ids)
-    return _Running(batch, hidden if trains_embedding else None, calls, hidden.detach())
+    return Running(batch, hidden if trains_embedding else None, calls, hidden.detach())
+
+
+class Stash(Protocol):
+    """Where the inputs of the first `num_layers` layers wait for their backward pass."""
+
+    num_layers: int
+
+    def put(self, index: int, state: Running) -> None:
+        """Save a layer's input, `state.hidden`."""
+
+    def take(self, index: int, state: Running) -> torch.Tensor:
+        """A layer's input, for the last time."""
+        ...
 
 
 class _Stash:
     """Saved inputs of the first `num_layers` layers, for every micro-batch of a group."""
 
     def __init__(
-        self, running: list[_Running], num_layers: int, offload: OffloadedInputs | None, observe: Observer
+        self, running: list[Running], num_layers: int, offload: OffloadedInputs | None, observe: Observer
     ) -> None:
         self.num_layers, self._running = num_layers, running
         self._offload = offload if num_layers > 0 else None
@@ -129,7 +148,7 @@ class _Stash:
             for saved, state in zip(self._saved, running, strict=True):
                 saved.append(torch.empty_like(state.hidden))
 
-    def put(self, index: int, state: _Running) -> None:
+    def put(self, index: int, state: Running) -> None:
         """Save the layer's input, which `state.hidden` stays."""
         if self._offload is not None:
             self._offload.put(index, self._member(state), state.hidden)
@@ -144,7 +163,7 @@ class _Stash:
         if self._offload is not None:
             self._offload.turn()
 
-    def take(self, index: int, state: _Running) -> torch.Tensor:
+    def take(self, index: int, state: Running) -> torch.Tensor:
         if self._offload is not None:
             return self._offload.take(index, self._member(state))
         return self._saved[self._member(state)].pop()
@@ -153,7 +172,7 @@ class _Stash:
         if self._offload is not None:
             self._offload.end()
 
-    def _member(self, state: _Running) -> int:
+    def _member(self, state: Running) -> int:
         return next(i for i, other in enumerate(self._running) if other is state)
 
 
@@ -180,7 +199,8 @@ def pass_items(driver: Driver, group: Sequence[Batch], loss_chunk: int, *, backw
     return layers + tail + (layers[::-1] if backward else [])
 
 
-def _forward_layer(driver: Driver, state: _Running, index: int, *, stash: _Stash, trains_embedding: bool) -> None:
+def forward_layer(driver: Driver, state: Running, index: int, *, stash: Stash, trains_embedding: bool) -> None:
+    """One layer forward, its activations kept or its input saved."""
     state.batch.enter(driver.built.context)
     if index < stash.num_layers:
         stash.put(index, state)
@@ -194,7 +214,8 @@ def _forward_layer(driver: Driver, state: _Running, index: int, *, stash: _Stash
     state.hidden = outputs.detach()
 
 
-def _backward_layer(driver: Driver, state: _Running, index: int, *, stash: _Stash, needs_input_grad: bool) -> None:
+def backward_layer(driver: Driver, state: Running, index: int, *, stash: Stash, needs_input_grad: bool) -> None:
+    """One layer backward: `state.grad` becomes the gradient of its input."""
     state.batch.enter(driver.built.context)
     if index < stash.num_layers:
         inputs = stash.take(index, state).detach().requires_grad_(needs_input_grad)
@@ -210,9 +231,9 @@ def _backward_layer(driver: Driver, state: _Running, index: int, *, stash: _Stas
     state.grad = inputs.grad
 
 
-def _tail(
+def tail(
     driver: Driver,
-    running: list[_Running],
+    running: list[Running],
     loss_chunk: int,
     grad_scale: float,
     chunk_done: Callable[[], None],

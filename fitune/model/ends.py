@@ -135,7 +135,7 @@ class _Tiled(torch.autograd.Function):
 
 def wide_product(left_CW: torch.Tensor, right_WH: torch.Tensor) -> torch.Tensor:
     """left [C, W] @ right [W, H] in fp32 [C, H] without rounding to 16 bit in between, so that sums over tiles are as
-    exact as one product over the vocabulary."""
+    exact as one product over the vocabulary. (CUDA: `aten::mm.dtype`, torch 2.8 and newer.)"""
     if left_CW.dtype == torch.float32:
         return left_CW @ right_WH
     if left_CW.device.type == "cuda":

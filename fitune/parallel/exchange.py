@@ -35,6 +35,18 @@ def all_gather(target: torch.Tensor, part: torch.Tensor) -> None:
         gather(target, part)
 
 
+def send(tensor: torch.Tensor, peer: int) -> None:
+    """Hand a tensor to another rank."""
+    if tensor.device.type != "meta":
+        dist.send(tensor, dst=peer)
+
+
+def receive(tensor: torch.Tensor, peer: int) -> None:
+    """Fill a tensor with what another rank sends."""
+    if tensor.device.type != "meta":
+        dist.recv(tensor, src=peer)
+
+
 def reduce_scatter(target: torch.Tensor, whole: torch.Tensor) -> Any:
     """`target` becomes this rank's part of the sum of every rank's `whole`, once `wait` of what is returned is over."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the same

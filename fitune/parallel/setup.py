@@ -23,6 +23,11 @@ def open_host_together(built: Built, plan: Plan, group: Single, known_as: str | 
         from fitune.parallel.sharded import open_shards
 
         open_shards(built, plan, group)
+    elif plan.parallel == "pp":
+        from fitune.parallel.pipeline import open_stage
+
+        open_stage(built, plan, group)
+        return
     elif plan.stream_from == "disk":
         if not group.leads_node:
             group.barrier()  # until the first rank has packed the layers and closed their file
@@ -33,6 +38,8 @@ def open_host_together(built: Built, plan: Plan, group: Single, known_as: str | 
 
 def finish_host_together(built: Built, plan: Plan, group: Single) -> None:
     """After the last weight."""
+    if plan.parallel == "pp":
+        return
     if plan.stream_from == "disk":
         if group.leads_node:
             group.barrier()
@@ -52,6 +59,12 @@ def make_engine(built: Built, plan: Plan, group: Single) -> Engine:
 
         assert isinstance(group, Group)
         return ShardedEngine(built, plan, group)
+    if plan.parallel == "pp":
+        from fitune.parallel.group import Group
+        from fitune.parallel.pipeline import PipelineEngine
+
+        assert isinstance(group, Group)
+        return PipelineEngine(built, plan, group)
     if plan.parallel not in ("ddp", "streamed"):
         raise UserError(f"this run was planned for parallel: {plan.parallel}, one process",
                         f"{group.size} processes have come", "start it with --nproc 1")  # fmt: skip

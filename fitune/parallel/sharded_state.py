@@ -288,6 +288,14 @@ class Sharded(Alone):
             self.ring.finish()
 
 
+def as_saved(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Trained weights in the formats of the model's own parameters, and the buffers that are saved with them."""
+    dtypes = {name: p.dtype for name, p in engine.built.model.named_parameters()}
+    found = {name: tensor.to(dtypes[name]) for name, tensor in tensors.items()}
+    own = engine.built.model.state_dict()
+    return found | {name: own[name].cpu() for name, _ in engine.built.model.named_buffers() if name in own}
+
+
 class ShardedEngine(Engine):
     """An engine whose state is in parts; saved and loaded whole, so that any other layout can go on from it."""
 
@@ -310,6 +318,10 @@ class ShardedEngine(Engine):
         for unit in self._units:
             found |= unit.to_host(unit.master)
         return {name: found[name] for name in self.names if name in found}
+
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """On the first rank, in the formats in which the model computes."""
+        return as_saved(self, self.trained_tensors())
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors = {f"parameter|{name}": tensor for name, tensor in self.trained_tensors().items()}

@@ -70,27 +70,27 @@ PRIOR = Fitted(
 
 # fitted: begin
 FITTED_ON = (
-    "17 records of h200-2026-11-30.json; held-out half: median 8.5%, 95 % 27.8% on their hosts (4k tokens "
-    "and more: 2.8%, 11.7%); 21.0%, 33.5% without knowing the host"
+    "84 records of h200-2026-11-30.json, vm, Intel(R) Xeon(R) Processor; held-out half: median 5.2%, 95 % "
+    "23.8% on their hosts (4k tokens and more: 3.7%, 20.7%); 4.5%, 28.0% without knowing the host"
 )
 FITTED = Fitted(
     gemm_share=0.7,
-    gemm_half_tiles=41.14,
-    grouped_share=0.4,
-    attention_forward_share=0.4,
-    attention_backward_share=0.3533,
-    memory_share=0.6218,
-    unpack_share=0.6,
-    skinny_share=0.4953,
-    update_share=0.6114,
-    dropout_bytes=182.6,
-    kernel_s=1.587e-06,
-    host_kernel_s=7.834e-06,
-    host_call_s=0.0001088,
-    host_unpack_s=0.0001217,
+    gemm_half_tiles=62.15,
+    grouped_share=0.2854,
+    attention_forward_share=0.3817,
+    attention_backward_share=0.2848,
+    memory_share=0.6102,
+    unpack_share=0.4487,
+    skinny_share=0.8349,
+    update_share=0.97,
+    dropout_bytes=163.2,
+    kernel_s=2.309e-06,
+    host_kernel_s=1.057e-05,
+    host_call_s=8.287e-05,
+    host_unpack_s=0.0001612,
     host_low=0.6337,
     host_high=1.578,
-    device_error=0.1295,
+    device_error=0.1089,
 )
 # fitted: end
 

@@ -113,8 +113,8 @@ def samples(active: Run, engine: Engine, when: str) -> None:
     """One held-out prompt per language, answered greedily. What does not fit in memory is left out and said."""
     from fitune.train.sampling import answer
 
-    if active.plan.stream_from == "shards":
-        active.emit("notice", text=f"no sample answers {when} training: every token would gather all of the weights")
+    if active.plan.parallel in ("fsdp2", "pp"):
+        active.emit("notice", text=f"no sample answers {when} training: no GPU holds all of the weights")
         return
     if not active.group.is_leader:
         return

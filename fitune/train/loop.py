@@ -97,7 +97,7 @@ class Run:
 
     def share(self, records: Sequence[Record]) -> Sequence[Record]:
         """Those of these records that this rank works on."""
-        if self.group.size == 1:
+        if self.group.size == 1 or self.plan.parallel == "pp":  # stages see all of them
             return records
         from fitune.parallel.replicated import share_of
 

@@ -73,7 +73,7 @@ def plan_for(session: sessions.Session, group: Single) -> PlanResult:
     if group.size == 1:
         return whole
     recipe = session.recipe
-    share = -(-recipe.batch // group.size)
+    share = recipe.batch if recipe.parallel == "pp" else -(-recipe.batch // group.size)
     micro_batch = None if recipe.micro_batch is None else min(recipe.micro_batch, share)
     # Packing is the whole step's: it decides, among others, which records of like length share a step.
     mine = recipe.with_(batch=share, packing=whole.plan.packing, micro_batch=micro_batch)
@@ -89,6 +89,8 @@ def as_parallel(plan: Plan, wanted: str, size: int) -> Plan:
     changes: dict[str, Any] = {}
     if way == "fsdp2":
         changes = dict(stream_from="shards", resident_layers=0, head_place="device")
+    elif way == "pp":
+        changes = dict(stream_from="none", resident_layers=None, head_place="device", offload_inputs=False)
     elif way == "streamed" and not streams:
         changes = dict(stream_from="pinned" if plan.device == "cuda" else "pageable", resident_layers=0)
     elif way == "ddp" and streams:
@@ -96,6 +98,7 @@ def as_parallel(plan: Plan, wanted: str, size: int) -> Plan:
     why = {
         "ddp": "every GPU holds the weights and works on its share of the records",
         "streamed": "all GPUs of a machine stream the same copy of the weights from its RAM",
+        "pp": "every GPU holds a range of the layers; micro-batches pass from one to the next",
         "fsdp2": "every GPU holds its part of each layer's weights; a layer is put together when it runs",
     }[way]
     reason = Reason("parallel", f"{way} on {size} processes", why)

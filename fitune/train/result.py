@@ -71,7 +71,7 @@ def write_result(run: RunFolder, session: Session, plan: Plan, engine: Engine) -
         model = engine.built.model
         trains_with, model.config.use_cache = model.config.use_cache, getattr(source.config, "use_cache", True)
         try:
-            model.save_pretrained(temp)
+            model.save_pretrained(temp, state_dict=engine.whole_weights())
         finally:
             model.config.use_cache = trains_with  # an evaluation may follow
         if source.path is not None and (source.path / "generation_config.json").is_file():

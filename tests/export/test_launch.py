@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,7 +82,9 @@ def test_two_machines_one_of_them_lost(tmp_path: Path):
             time.sleep(0.1)
 
     assert shutil.which("bash")
-    first, second = machine("first"), machine("second")
+    first = machine("first")
+    wait(lambda: _answers(29713), 60)  # the machine that MASTER_ADDR names holds the meeting place: it must stay
+    second = machine("second")
     try:
         wait(lambda: (run / "events.jsonl").exists() and steps_done(run) >= 20, 120)
         os.killpg(second.pid, signal.SIGKILL)
@@ -99,6 +102,11 @@ def test_two_machines_one_of_them_lost(tmp_path: Path):
     assert starts[-1]["resumed_from"] > 0 and starts[-1]["resumed_from"] % 5 == 0
     steps = [e["step"] for e in of_kind(run, "step")]
     assert steps == list(range(1, len(steps) + 1)), "one history"
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _children_of_session(session: int) -> list[int]:

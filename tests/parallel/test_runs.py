@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.parallel.runs import train
 from tests.train.tiny_run import of_kind
@@ -52,3 +53,15 @@ def test_a_run_goes_on_with_another_number_of_processes_and_layout(job: Any, alo
     plans = [json.loads((run / name).read_text()) for name in ("plan.json", "plan.1.json", "plan.2.json")]
     assert [(p["parallel"], p["world_size"]) for p in plans] == [("ddp", 2), ("fsdp2", 4), ("none", 1)]
     assert [c.partition(":")[0] for c in changes] == ["2 x CPU -> 4 x CPU", "4 x CPU -> 1 x CPU"]
+
+
+def test_all_weights_in_parts(job: Any, tmp_path: Path):
+    """Full fine-tuning by two ranks that each hold half of it writes the model that one process writes."""
+    full = dict(method="full", lr=1e-3, lora_dropout=0.0, steps=3, eval_share=0)
+    train(1, job(tmp_path / "one", **full))
+    train(2, job(tmp_path / "two", **full, parallel="fsdp2"))
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and (ours[name] - tensor).norm() <= 1e-3 * tensor.norm(), name

@@ -41,7 +41,8 @@ def test_every_card_that_fitune_runs_on_is_judged(answer):
     assert judged == {gpu.id for gpu in gpus.all_gpus() if gpu.vendor != "Huawei"}
     assert answer.left_out == tuple(gpu.name for gpu in gpus.all_gpus() if gpu.vendor == "Huawei")
     assert {offer.provider for c in answer.cards for r in c.rentals for offer in [r.offer]} >= {
-        "AWS", "GCP", "Azure", "RunPod", "Vast.ai", "Lambda", "Colab", "Kaggle", "Alibaba Cloud", "Tencent Cloud", "AutoDL",
+        "AWS", "GCP", "Azure", "RunPod", "Vast.ai", "Lambda", "Colab", "Kaggle", "Alibaba Cloud", "Tencent Cloud",
+        "AutoDL",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How long a job is: from characters, from a tokenizer, from a number of tokens; padding and packing of its mean step."""
+"""How long a job is: from characters, a tokenizer or a number of tokens; padding and packing of its mean step."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_list_is_complete():
 def test_every_choice_of_a_recipe_is_explained():
     settings = " ".join(technique.setting for technique in ALL)
     known = {"adamw": "adam8bit", "lion8bit": "lion", "sgd": "adafactor", "paged_adamw8bit": "paged_optimizer",
-             "fp32": "bf16", "streamed": "streaming", "none": "", "auto": "", "bf16": "bf16", "fp16": "fp16"}  # fmt: skip
+             "fp32": "bf16", "streamed": "streaming", "none": "", "auto": ""}  # fmt: skip
     for choices in (BaseFormat, OptimizerName, Parallel):
         for choice in choices.__args__:
             assert choice in settings or choice in BY_KEY or choice in known, choice

@@ -34,8 +34,8 @@ def command(
     if as_json:
         print_json(result)
     else:
-        from fitune.cli.render import show_plan
+        from fitune.cli.render_plan import show_plan
 
-        show_plan(console(), result)
+        show_plan(console(), result, lang)
         show(console(), result, lang)
     return EXIT_DONE if result["fits"] else EXIT_DOES_NOT_FIT

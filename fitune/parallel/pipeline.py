@@ -1,0 +1,273 @@
+"""Pipeline parallel: each rank holds a range of layers, micro-batches pass from rank to rank.
+
+The schedule is GPipe's (https://arxiv.org/abs/1811.06965): all micro-batches forward, then all backward, so that a rank
+works on one while the next rank works on the one before. The first rank embeds, the last one has norm, head and loss.
+`torch.distributed.pipelining` is not used: it wants modules with a forward of their own; here a stage is a range of the
+layers that the driver runs anyway, with the same activation policy and gradients as on one GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fitune.engine.batch import Batch, HostBatch, to_device
+from fitune.engine.engine import Engine
+from fitune.engine.optimizers import Masters
+from fitune.engine.ranks import Alone
+from fitune.engine.step import Observer, Running, backward_layer, forward_layer, start, tail, tail_loss
+from fitune.errors import UserError
+from fitune.model.build import Built, wanted_weights
+from fitune.parallel.exchange import all_reduce, receive, send
+from fitune.parallel.group import Group
+from fitune.parallel.world import Single
+from fitune.plan import Plan
+
+
+def layers_of(num_layers: int, rank: int, size: int) -> range:
+    """The layers of a stage; the first stages have one more where they cannot be shared out evenly."""
+    each, more = divmod(num_layers, size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+class _NoEmbedding(nn.Module):
+    """Stands where another stage's embedding would be: zeros of the right shape."""
+
+    def __init__(self, embedding: nn.Module, built: Built):
+        super().__init__()
+        width = int(embedding.weight.shape[-1])  # type: ignore[arg-type]
+        self.weight: torch.Tensor
+        self.register_buffer("weight", torch.empty(1, width, device="meta"), persistent=False)
+        self.dtype, self.device = built.compute_dtype, built.device
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*input_ids.shape, self.weight.shape[-1], dtype=self.dtype, device=self.device)
+
+
+def open_stage(built: Built, plan: Plan, group: Single) -> None:
+    """Before the first weight is read: leave out those of other stages.
+
+    Raises:
+        UserError: something that a stage cannot have.
+    """
+    tied = bool(built.model.config.tie_word_embeddings)
+    why = None
+    if plan.stream_from != "none" or built.host_head is not None:
+        why = "the plan streams weights"
+    elif plan.adapter is not None and plan.adapter.dora:
+        why = "DoRA's start needs the weights of every layer"
+    elif plan.method == "full" and tied:
+        why = "the head is the embedding: the first and the last GPU would train the same weights"
+    elif len(built.layers) < group.size:
+        why = f"the model has {len(built.layers)} layers for {group.size} GPUs"
+    if why is not None:
+        raise UserError("this job cannot be cut into stages (--parallel pp)", why, "use --parallel ddp or fsdp2")
+    own = layers_of(len(built.layers), group.rank, group.size)
+    others = tuple(f"{built.layers_prefix}.{i}." for i in range(len(built.layers)) if i not in own)
+    names = {module: name for name, module in built.model.named_modules()}
+    embedding = f"{names[built.model.get_input_embeddings()]}.weight"
+    head = f"{names[built.model.get_output_embeddings()]}.weight"
+    first, last = group.rank == 0, group.rank == group.size - 1
+    foreign = {name for name in wanted_weights(built) if name.startswith(others)}
+    if not first and not (last and tied):
+        foreign.add(embedding)
+    if not last and not tied:
+        foreign.add(head)
+    built.provided = frozenset(foreign & wanted_weights(built).keys())
+
+
+class Pipelined(Alone):
+    """The engine's view of the other ranks: the same micro-batches on all, other layers on each."""
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    def add_up(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor:
+        total = loss.detach().float().clone()
+        all_reduce(total)
+        return total.to(loss.dtype)
+
+    def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        squares = torch.nn.utils.get_total_norm(grads).square()
+        all_reduce(squares)
+        return squares.sqrt()
+
+
+class _Kept:
+    """Inputs of this stage's recomputed layers, of every micro-batch (see `fitune.engine.step`)."""
+
+    def __init__(self, num_layers: int):
+        self.num_layers = num_layers
+        self._saved: dict[tuple[int, int], torch.Tensor] = {}
+
+    def put(self, index: int, state: Running) -> None:
+        self._saved[id(state), index] = state.hidden
+
+    def take(self, index: int, state: Running) -> torch.Tensor:
+        return self._saved.pop((id(state), index))
+
+
+class PipelineEngine(Engine):
+    """The engine of one stage; state is saved whole by the first rank."""
+
+    def __init__(self, built: Built, plan: Plan, group: Group):
+        self.group = group
+        self.own = layers_of(len(built.layers), group.rank, group.size)
+        self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
+        _prune(built, self.own, self.is_first, self.is_last)
+        super().__init__(built, plan, Pipelined(group))
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, groups: list[list[Batch]], grad_scale: float, observe: Observer) -> torch.Tensor:
+        batches = [batch for group in groups for batch in group]
+        failure: list[Exception] = []
+        running: list[Running | None] = []
+        kept = _Kept(self.plan.recompute_layers)
+        loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
+        for batch in batches:
+            arrived = self._receive(batch, self.group.rank - 1) if not self.is_first else None
+            state = self._tried(failure, lambda b=batch, a=arrived: self._forward(b, a, kept, observe))  # type: ignore[misc]
+            running.append(state)
+            if not self.is_last:
+                self._send(state.hidden if state is not None else None, batch, self.group.rank + 1)
+        observe("tail", 0)
+        if self.is_last:
+            there = [state for state in running if state is not None]
+            part = self._tried(failure, lambda: self._loss(there, grad_scale))
+            loss = loss if part is None else part
+        for batch, state in zip(batches, running, strict=True):
+            if not self.is_last:
+                grad = self._receive(batch, self.group.rank + 1)
+                if state is not None:
+                    state.grad = grad
+            self._tried(failure, lambda s=state: self._backward(s, kept, observe))  # type: ignore[misc]
+            if not self.is_first:
+                self._send(state.grad if state is not None else None, batch, self.group.rank - 1)
+        if failure:
+            raise failure[0]
+        return loss
+
+    def _tried(self, failure: list[Exception], work: Callable[[], Any]) -> Any:
+        """The result, or None once anything has failed: the exchange goes on, so that no other rank waits."""
+        if failure:
+            return None
+        try:
+            return work()
+        except (RuntimeError, MemoryError, OSError) as problem:  # told when the pass is over
+            failure.append(problem.with_traceback(None))
+            return None
+
+    def _forward(self, batch: Batch, arrived: torch.Tensor | None, kept: _Kept, observe: Observer) -> Running:
+        state = start(self.driver, batch, self.trains_embedding)
+        if arrived is not None:
+            state.hidden = arrived
+        for index in self.own:
+            observe("forward", index)
+            forward_layer(self.driver, state, index, stash=kept, trains_embedding=self.trains_embedding)
+        return state
+
+    def _loss(self, running: Sequence[Running], grad_scale: float) -> torch.Tensor:
+        collect = lambda: self.masters.collect(self._parts["tail", 0])  # noqa: E731
+        return tail(self.driver, list(running), self.plan.loss_chunk, grad_scale, collect)
+
+    def _backward(self, state: Running | None, kept: _Kept, observe: Observer) -> None:
+        if state is None:
+            return
+        for index in reversed(self.own):
+            observe("backward", index)
+            needs = index > 0 or self.trains_embedding
+            backward_layer(self.driver, state, index, stash=kept, needs_input_grad=needs)
+            self.masters.collect(self._parts.get(("layer", index), ()))
+        if state.embedded is not None:
+            state.embedded.backward(state.grad)
+            self.masters.collect(self._parts["embed", 0])
+
+    def _receive(self, batch: Batch, peer: int) -> torch.Tensor:
+        shape = (*batch.input_ids.shape, self.width)
+        tensor = torch.empty(shape, dtype=self.built.compute_dtype, device=self.built.device)
+        receive(tensor, peer)
+        return tensor
+
+    def _send(self, tensor: torch.Tensor | None, batch: Batch, peer: int) -> None:
+        if tensor is None:
+            shape = (*batch.input_ids.shape, self.width)
+            tensor = torch.zeros(shape, dtype=self.built.compute_dtype, device=self.built.device)
+        send(tensor.contiguous(), peer)
+
+    @property
+    def width(self) -> int:
+        return int(self.built.model.get_input_embeddings().weight.shape[-1])
+
+    @torch.no_grad()
+    def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
+        """The last rank's sums; (0, 0) on the others."""
+        total, count = 0.0, 0
+        failure: list[Exception] = []
+        kept = _Kept(len(self.built.layers))
+        for host in host_batches:
+            batch = to_device(host, self.built.device, dropout_seed=None)
+            arrived = self._receive(batch, self.group.rank - 1) if not self.is_first else None
+            state = self._tried(failure, lambda b=batch, a=arrived: self._forward(b, a, kept, _quiet))  # type: ignore[misc]
+            kept = _Kept(len(self.built.layers))
+            if not self.is_last:
+                self._send(state.hidden if state is not None else None, batch, self.group.rank + 1)
+            elif state is not None:
+                loss, _ = tail_loss(self.driver, state.hidden, batch, self.plan.loss_chunk, None)
+                total, count = total + loss.item(), count + batch.num_targets
+        if failure:
+            raise failure[0]
+        return total, count
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """Of all stages, on the first rank; the others take part and get their own."""
+        return self._together(super().trained_tensors())
+
+    def _together(self, own: dict[str, Any]) -> dict[str, Any]:
+        parts: list[Any] | None = [None] * self.group.size if self.group.is_leader else None
+        dist.gather_object(own, parts, dst=0, group=self.group.control)
+        return {name: value for part in parts for name, value in part.items()} if parts is not None else own
+
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        dtype = self.built.compute_dtype
+        return {name: tensor.to(dtype) for name, tensor in self.trained_tensors().items()}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, values = super().state()
+        return self._together(tensors), values | {"optimizer": self._together(values["optimizer"])}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        mine = set(self.names)
+        own = {name: tensor for name, tensor in tensors.items() if name.split("|")[1] in mine}
+        numbers = {name: value for name, value in values["optimizer"].items() if name.rpartition("|")[0] in mine}
+        super().load_state(own, values | {"optimizer": numbers})
+
+
+def _quiet(part: str, index: int) -> None:
+    pass
+
+
+def _prune(built: Built, own: range, is_first: bool, is_last: bool) -> None:
+    """Nothing of other stages is trained, or held."""
+    for index, layer in enumerate(built.layers):
+        if index not in own:
+            layer.requires_grad_(False)
+            for name, linear in built.linears.items():
+                if name.startswith(f"{built.layers_prefix}.{index}."):
+                    linear.lora_A = linear.lora_B = linear.packed = None
+    embedding = built.model.get_input_embeddings()
+    outside = [p for name, p in built.model.named_parameters() if not name.startswith(f"{built.layers_prefix}.")]
+    for parameter in outside:
+        is_embedding = any(parameter is p for p in embedding.parameters())
+        if not (is_first if is_embedding else is_last):
+            parameter.requires_grad_(False)
+    if not is_first:
+        built.host_embedding = None
+        built.model.set_input_embeddings(_NoEmbedding(embedding, built))

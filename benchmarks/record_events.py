@@ -16,6 +16,7 @@ import argparse
 import datetime
 import difflib
 import gzip
+import itertools
 import json
 import multiprocessing
 import time
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 LORA = dict(r=16, alpha=32, dropout=0.0, bias="none", targets=("all-linear",))
+MULTIPROCESSORS = {"NVIDIA H200": 132}  # of the cards that records were made on
 MARKER_BYTES = 100_001  # an odd size that no tensor has: its allocation marks the beginning of a part
 # Name: model, layers, rows, columns, loss chunk, recomputed layers, micro-batches, whether the step is a run's first,
 # and what the plan has besides the defaults below.
@@ -86,6 +88,79 @@ def predicted(name: str) -> list[tuple[str, int, list[Any]]]:
     follower = dry.step(batches, loss_chunk=chunk, recompute_layers=recompute, first_step=first)
     events = events_of(follower, dry.built.layers_prefix)
     return [(part, layer, list(found)) for (part, layer), found in groupby(events, lambda e: (e.part, e.layer))]
+
+
+# What a trace on meta leaves out, exactly. Both kinds live within one op and depend on the card's number of
+# multiprocessors: (1) FlashAttention's forward pass of a job that is too small to fill the card splits the keys and has
+# fp32 results per split; (2) a reduction over so few rows that several blocks share one has a partial result per block
+# and a counter per row (here: the loss's maximum and sum over the vocabulary).
+#
+# And what differs between versions of the libraries, where a record was made with others than those that predict it:
+# (3) in transformers 5.17 the positions in fp32 live until rotary tables are made, in 5.24 until they are multiplied.
+_SPLIT_BLOCK = 64  # queries per block of the split kernel
+
+
+def num_splits(batch_heads: int, num_columns: int, head_size: int, multiprocessors: int) -> int:
+    """Into how many pieces FlashAttention 2 splits the keys in its forward pass (torch 2.11, `num_splits_heuristic`)."""
+    blocks = batch_heads * -(-num_columns // _SPLIT_BLOCK)
+    if blocks >= 0.8 * multiprocessors:
+        return 1
+    key_blocks = -(-num_columns // (256 if head_size <= 64 else 128 if head_size <= 128 else 64))
+    possible = [n for n in range(1, min(128, multiprocessors, key_blocks) + 1)
+                if n == 1 or -(-key_blocks // n) != -(-key_blocks // (n - 1))]  # fmt: skip
+    full = {n: blocks * n / multiprocessors / -(-blocks * n // multiprocessors) for n in possible}
+    return next(n for n in possible if full[n] >= 0.85 * max(full.values()))
+
+
+def without_scratch(case: dict[str, Any], config: Any) -> list[dict[str, Any]]:
+    """The recorded parts without (1) and (2)."""
+    _, _, rows, columns, chunk, *_ = case["case"]
+    heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
+    size = size or config.hidden_size // heads
+    splits = num_splits(rows * heads, columns, size, MULTIPROCESSORS[case["gpu"]["name"]])
+    sums = splits * rows * heads * columns * 4
+    split = (sums, sums * size) if splits > 1 else None
+    targets = rows * (columns - 1)
+    tokens = {chunk, targets % chunk} - {0}
+    found = []
+    for part in joined(case["parts"]):
+        events, gone = part["events"], set()
+        for (a, x), (b, y) in itertools.pairwise(events):
+            if part["part"] == "tail" and any(y == 4 * n and x % y == 0 and x > y for n in tokens):
+                at = next(i for i, event in enumerate(events) if event[0] == a)
+                if [e[1] for e in events[at : at + 4]] == [x, y, -y, -x]:
+                    gone |= {a, b}
+            elif part["part"] in ("forward", "backward") and (x, y) == split:
+                gone |= {a, b}
+        found.append(part | {"events": [event for event in events if event[0] not in gone]})
+    return found
+
+
+def without_positions(recorded: list[dict[str, Any]], said: list[tuple[str, int, list[Any]]]) -> tuple[Any, Any]:
+    """Both lists without (3), the deaths of the positions in fp32."""
+    gpu, meta = [], []
+    for part, (name, layer, events) in zip(recorded, said, strict=True):
+        if name in ("embed", "tail"):
+            births = [event for event in events if event.num_bytes > 0]
+            places = {i for i, e in enumerate(births) if e.label.startswith("copy ") and e.label.endswith("x1 fp32")}
+            on_gpu = [block for block, num_bytes in part["events"] if num_bytes > 0]
+            moved = {on_gpu[i] for i in places if i < len(on_gpu)}
+            part = part | {"events": [e for e in part["events"] if e[1] > 0 or e[0] not in moved]}
+            blocks = {births[i].block for i in places}
+            events = [e for e in events if e.num_bytes > 0 or e.block not in blocks]
+        gpu.append(part)
+        meta.append((name, layer, events))
+    return gpu, meta
+
+
+def compared(case: dict[str, Any]) -> list[str]:
+    """What differs between a record and its prediction by the libraries that are installed, but for (1) to (3)."""
+    import transformers
+
+    recorded, said = without_scratch(case, config_of(case["name"])), predicted(case["name"])
+    if case["versions"]["transformers"] != transformers.__version__ and len(recorded) == len(said):
+        recorded, said = without_positions(recorded, said)
+    return differences(recorded, said, frames=False)
 
 
 def numbered(parts: list[list[Any]]) -> list[list[tuple[int, int]]]:

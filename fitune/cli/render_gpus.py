@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from fitune.cli.sentences import translated
 from fitune.cli.words_gpus import Words
 from fitune.planner import costs
 from fitune.units import format_bytes, format_count, gib
@@ -99,7 +100,7 @@ def head_lines(advice: Advice, words: Words) -> Iterator[str]:
     if limits:
         yield words("limits", limits=words("comma").join(limits), within=advice.num_within, all=len(advice.cards))
     for note in advice.notes:
-        yield f"note: {note}"
+        yield words("note", note=translated(note, words.lang))
 
 
 def _file_name(data: str | None) -> str:
@@ -169,6 +170,11 @@ def foot_lines(advice: Advice, shown: Sequence[CardAdvice], words: Words) -> Ite
         yield words("doubt_legend")
     if any(card.step and not card.step.verified for card in shown):
         yield words("speed_legend")
+    rented = [rental for card in shown for rental in card.rentals]
+    if any(rental.offer.usd_per_hour_spot for rental in rented):
+        yield words("spot_legend")
+    if any(rental.offer.usd_per_hour == 0 for card in advice.within for rental in card.rentals):
+        yield words("free_legend")
     yield words("order")
     size = words("fetch", size=f"{model_gib(advice):.1f} GiB") if model_gib(advice) else ""
     yield words("setup", size=size)
@@ -287,7 +293,7 @@ def phrase(card: CardAdvice, advice: Advice, words: Words) -> str:
     if card.buy_price is not None:
         even = words("buy_even", hours=long_span(card.break_even_hours, words)) if card.break_even_hours else ""
         parts.append(words("buy", price=money(card.buy_price, advice), even=even))
-    notes = [words(note) for note in card.notes]
+    notes = [translated(note, words.lang) for note in card.notes]
     return words("semicolon").join([*parts, *notes])
 
 

@@ -80,6 +80,14 @@ _TABLE: tuple[tuple[str, str], ...] = (
     ("Adafactor, whose second moment is factored (another optimizer)", "Adafactor，二阶动量分解（另一种优化器）"),
     ("plain SGD, which keeps no state (another optimizer: --lr must be much higher)",
      "普通 SGD，无状态（另一种优化器：--lr 要大得多）"),
+    # of cards
+    ("AMD: ROCm build of torch, not tested with fitune", "AMD：需 ROCm 版 torch，未用 fitune 测试"),
+    ("needs torch's CUDA 12.6 build, the last one for this card", "需要 CUDA 12.6 版 torch（支持此卡的最后一版）"),
+    ("fp16 with loss scaling", "fp16（损失缩放）"),
+    ("memory shared with the processor; not tested", "与处理器共享内存；未测试"),
+    ("laptop: clock and speed depend on its power limit", "笔记本：频率和速度取决于功耗限制"),
+    ("streamed weights: about {size} of RAM", "流式权重：约需 {size} 内存"),
+    ("{n} of {all} cards stay idle: a step has {most} records", "{all} 块卡中 {n} 块空闲：每步只有 {most} 条记录"),
     # notes
     ("not measured on this architecture; taken from an H200", "该架构未实测，取自 H200"),
     ("measured on an H200, {date}", "{date} 在 H200 上实测"),
@@ -91,8 +99,10 @@ _TABLE: tuple[tuple[str, str], ...] = (
      "假设：{cards}（可用 {size}），内存 {ram}（按给定值），其中 {pinned} 可锁页，{link}"),
     ("{name} exists with {sizes}: the smaller, {card}, is assumed.", "{name} 有 {sizes} 几种：按较小的 {card} 计算。"),
     ("{name} is also {others}: the slower, {card}, is assumed.", "{name} 也可指 {others}：按较慢的 {card} 计算。"),
-    ("besides what is shown the driver's context takes about {size} ({source}), and {share} of the budget stay free for "
-     "the allocator", "此外驱动上下文约占 {size}（{source}），预算的 {share} 留给分配器"),
+    ("besides what is shown the driver's context takes about {size} ({source}), and {share} of the budget stay free "
+     "for the allocator", "此外驱动上下文约占 {size}（{source}），预算的 {share} 留给分配器"),
+    ("{n} GPUs are there; this version trains on one of them (GPU {index}, which has the most free memory)",
+     "有 {n} 块 GPU；本版本只用其中一块（GPU {index}，空闲显存最多）"),
     ("this version plans for one GPU of those named", "本版本只为所列 GPU 中的一块做计划"),
     ("seq_len {n} is beyond the {most} positions this model was trained on; consider --rope-scaling",
      "seq_len {n} 超出该模型训练时的 {most} 个位置；可考虑 --rope-scaling"),
@@ -101,7 +111,8 @@ _TABLE: tuple[tuple[str, str], ...] = (
     ("--ram is not taken into account on a GPU: this version plans the GPU's memory only",
      "--ram 在 GPU 上不起作用：本版本只规划显存"),
     ("--vram {size} changes nothing: {name} has only {room}", "--vram {size} 不起作用：{name} 只有 {room}"),
-    ("random weights with seed {seed}: for measuring and testing, not for use", "随机权重（种子 {seed}）：仅供测量和测试"),
+    ("random weights with seed {seed}: for measuring and testing, not for use",
+     "随机权重（种子 {seed}）：仅供测量和测试"),
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ _WORDS: dict[str, tuple[str, str]] = {
                "限制：{limits}。{all} 个选择中有 {within} 个满足"),
     "max_cost": ("at most {cost}", "费用不超过 {cost}"),
     "max_hours": ("at most {hours}", "时间不超过 {hours}"),
+    "note": ("note: {note}", "注：{note}"),
     "cheapest": ("Cheapest to rent", "租用最便宜"),
     "fastest": ("Fastest to rent", "租用最快"),
     "own": ("Cheapest to own", "购买最便宜"),
@@ -69,6 +70,10 @@ _WORDS: dict[str, tuple[str, str]] = {
                      "? = 凭记忆、换算或过时的价格：使用前请核实"),
     "speed_legend": ("~ = speed from a data sheet, never measured with fitune; ranges say how far it may be off",
                      "~ = 速度由规格推算，未用 fitune 实测；括号内为可能范围"),
+    "spot_legend": ("Spot machines may be taken away at any time: `fitune train --resume RUN` goes on elsewhere",
+                    "竞价实例随时可能被收回：可用 `fitune train --resume RUN` 在别处继续"),
+    "free_legend": ("Free notebooks end after some 12 hours and promise no GPU; Kaggle gives some 30 GPU hours a week",
+                    "免费笔记本约 12 小时后结束，且不保证有 GPU；Kaggle 每周约 30 GPU 小时"),
     "table": ("Prices: {name}, {date}, in {currency}; --prices FILE takes your own, --json names every source",
               "价格：{name}，{date}，单位 {currency}；--prices FILE 可换成你自己的价格表，--json 列出全部来源"),
     "order": ("Order: firm prices by cost, then doubtful ones, then no price by time; several cards share the records",
@@ -96,15 +101,6 @@ _WORDS: dict[str, tuple[str, str]] = {
     "range": (" ({low} to {high})", "（{low}–{high}）"),
     "full": ("full fine-tuning", "全参数微调"),
     "year": (" ({year})", "（{year} 年）"),
-    "AMD: ROCm build of torch, not tested with fitune": (
-        "AMD: ROCm build of torch, not tested with fitune", "AMD：需 ROCm 版 torch，未用 fitune 测试"),
-    "needs torch's CUDA 12.6 build, the last one for this card": (
-        "needs torch's CUDA 12.6 build, the last one for this card", "需要 CUDA 12.6 版 torch（支持此卡的最后一版）"),
-    "fp16 with loss scaling": ("fp16 with loss scaling", "fp16（损失缩放）"),
-    "memory shared with the processor; not tested": (
-        "memory shared with the processor; not tested", "与处理器共享内存；未测试"),
-    "laptop: clock and speed depend on its power limit": (
-        "laptop: clock and speed depend on its power limit", "笔记本：频率和速度取决于功耗限制"),
     "verified": ("read {year}", "已核 {year}"),
     "partly verified": ("part read {year}", "部分已核 {year}"),
     "secondary": ("3rd party {year}", "第三方 {year}"),

@@ -98,7 +98,14 @@ def forward_backward(
             stash.turn()
         with driver.weights.layer(index), _tiling(driver, mlp_tiles if index < recompute_layers else 1):
             for state in running:
-                backward_layer(driver, state, index, stash=stash, needs_input_grad=index > 0 or trains_embedding)
+                backward_layer(
+                    driver,
+                    state,
+                    index,
+                    stash=stash,
+                    needs_input_grad=index > 0 or trains_embedding,
+                    frees_output=offload is not None,
+                )
                 grads_ready("layer", index)
     stash.end()
     if trains_embedding:
@@ -155,10 +162,6 @@ class _Stash:
         else:
             state.hidden = self._saved[self._member(state)][index].copy_(state.hidden)
 
-    @property
-    def is_offloaded(self) -> bool:
-        return self._offload is not None
-
     def turn(self) -> None:
         if self._offload is not None:
             self._offload.turn()
@@ -214,8 +217,19 @@ def forward_layer(driver: Driver, state: Running, index: int, *, stash: Stash, t
     state.hidden = outputs.detach()
 
 
-def backward_layer(driver: Driver, state: Running, index: int, *, stash: Stash, needs_input_grad: bool) -> None:
-    """One layer backward: `state.grad` becomes the gradient of its input."""
+def backward_layer(
+    driver: Driver,
+    state: Running,
+    index: int,
+    *,
+    stash: Stash,
+    needs_input_grad: bool,
+    frees_output: bool = False,
+) -> None:
+    """One layer backward: `state.grad` becomes the gradient of its input.
+
+    `frees_output`: the layer's output goes before its backward pass, which needs only the graph that made it.
+    """
     state.batch.enter(driver.built.context)
     if index < stash.num_layers:
         inputs = stash.take(index, state).detach().requires_grad_(needs_input_grad)
@@ -225,8 +239,8 @@ def backward_layer(driver: Driver, state: Running, index: int, *, stash: Stash, 
         inputs, outputs = state.kept.pop()
     grad, state.grad = state.grad, None
     if outputs.requires_grad:  # the first layer may have nothing to train (no adapter, frozen embedding)
-        root = get_gradient_edge(outputs) if stash.is_offloaded else outputs
-        del outputs  # where memory is short a recomputed layer's output goes before its backward pass
+        root = get_gradient_edge(outputs) if frees_output else outputs
+        del outputs
         torch.autograd.backward(root, grad)
     state.grad = inputs.grad
 

@@ -15,9 +15,11 @@ import torch
 from fitune.engine.batch import to_device
 from fitune.engine.engine import Engine
 from fitune.engine.optimizers import update_peak_bytes
+from fitune.engine.ranks import Alone
 from fitune.engine.step import evaluate
 from fitune.memory.follow import Follower
 from fitune.memory.held import device_tensors, state_of
+from fitune.memory.splice import norm_pieces
 from fitune.model.build import add_adapter, build, fill, make_scratch, meta_weights
 from fitune.model.loss import IGNORED
 from fitune.plan import Plan
@@ -56,6 +58,17 @@ class Rows:
     @property
     def doc_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.num_columns,),) * self.num_rows
+
+
+class _OnCuda(Alone):
+    """One process whose device is a GPU, where the norm of all gradients is taken by a kernel over all of them."""
+
+    def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """As torch's `_foreach_norm` on CUDA (2.11): a sum per piece of a tensor, then one of each tensor."""
+        pieces = torch.empty(norm_pieces([grad.numel() for grad in grads]), dtype=torch.float32, device="meta")
+        norms = [torch.linalg.vector_norm(grad) for grad in grads]
+        del pieces
+        return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class AbstractOptimizer:
@@ -106,7 +119,7 @@ class DryRun:
         fill(self.built, meta_weights(self.built), self.plan)
         add_adapter(self.built, self.plan)
         # torch's own fused optimizers refuse meta; any that does not holds the place until ours takes it
-        self.engine = Engine(self.built, self.plan.with_(optimizer="adafactor"))
+        self.engine = Engine(self.built, self.plan.with_(optimizer="adafactor"), _OnCuda() if plan.device == "cuda" else None)
         self.names = list(self.built.trainable())
         self.follower = Follower("meta")
         self._mark_chunks()

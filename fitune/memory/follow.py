@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -63,6 +65,7 @@ class Follower(TorchDispatchMode):
         self.marks: list[Mark] = [Mark("start", 0, 0)]
         self._alive: dict[int, int] = {}  # storage to block; -1: it was there before
         self._watched: dict[int, weakref.ref[Any]] = {}
+        self._sole_owner = _sole_owner()
 
     def __exit__(self, *error: Any) -> None:
         """What is let go afterwards is no part of the run."""
@@ -144,6 +147,8 @@ class Follower(TorchDispatchMode):
             return _ones(func, args[0])
         if self.device_type != "meta":
             self._note_inputs(args)
+        if func is _aten.add.Tensor and _accumulates(args) and _counts(args) == self._sole_owner:
+            return args[0].add_(args[1])
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             if out.device.type == self.device_type:
@@ -153,6 +158,62 @@ class Follower(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
                 self._born(leaf, func._opname)
         return out
+
+
+# Where autograd adds up the gradients of a tensor that was used several times, it adds into the first of them when
+# nobody else holds that (torch 2.11 and 2.13, torch/csrc/autograd/input_buffer.cpp: `accumulate`), but not while a
+# dispatch mode is active or on meta tensors: there it would make a new one.
+
+
+def _accumulates(args: Any) -> bool:
+    """Whether autograd's engine asks for this sum, not a backward function in Python (which would be the caller)."""
+    if torch.is_grad_enabled() or not all(isinstance(a, torch.Tensor) for a in args[:2]):
+        return False
+    frame = sys._getframe(2)  # the caller of `__torch_dispatch__`, maybe torch's wrapper of it
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward" and _is_dense(args[0])
+
+
+_WRAPPERS = ("_compile.py", "eval_frame.py")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Non-overlapping and dense: a permutation of its dimensions is contiguous."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _counts(args: Any) -> tuple[int, int]:
+    """Owners of the first operand and of its storage, those on the way here included."""
+    return args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+
+
+class _OwnersOfASum(TorchDispatchMode):
+    """What `_counts` says where autograd's buffer is the only owner."""
+
+    found: tuple[int, int] = (0, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.add.Tensor and _accumulates(args):
+            self.found = _counts(args)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _sole_owner() -> tuple[int, int]:
+    with torch.enable_grad():
+        x = torch.zeros(2, 2, requires_grad=True)
+        total = (x.cos() + x.sin()).sum()
+        with _OwnersOfASum() as mode:
+            total.backward()
+    assert mode.found != (0, 0), "autograd has not added two gradients"
+    return mode.found
 
 
 _READS = (_aten._local_scalar_dense.default, _aten._to_copy.default)

@@ -143,6 +143,11 @@ class Script:
     narrow: Script | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the step runs on a GPU: only its allocator rounds."""
+        return self.granule > 1
+
     def terms(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
         """Terms of a step at micro-batches of [num_rows, num_columns], every block rounded to the granule. Cached."""
         from fitune.memory.terms import step_terms

@@ -17,6 +17,7 @@ from fitune.memory.script import Held, Script, Segment, Trained, symbols
 
 Shape = tuple[int, int, int]
 GRADIENT = "gradient of "
+_PIECE_ELEMENTS = 65_536
 
 
 @dataclass(slots=True)
@@ -263,7 +264,13 @@ def _update(splicer: Splicer, first_step: bool) -> None:
 
     mean = scalar("mean loss")
     gone(splicer.loss_block())
+    pieces = None
+    if script.on_cuda:
+        numels = [tensor.numel for _, tensor, block in gradients if block is not None]
+        pieces = scalar("norms of gradients' pieces", num_bytes=4 * norm_pieces(numels))
     norms = [scalar("norm of a gradient") for _ in present]
+    if pieces is not None:
+        gone(pieces)
     together = scalar("norms of gradients", num_bytes=4 * len(present))
     norm = scalar("norm of all gradients")
     gone(together)
@@ -284,6 +291,12 @@ def _update(splicer: Splicer, first_step: bool) -> None:
         gone(block)
     for block in [*splicer.batch_blocks(), mean, norm]:
         gone(block)
+
+
+def norm_pieces(numels: list[int]) -> int:
+    """Partial sums of torch's `_foreach_norm` on CUDA: of every tensor as many as the largest one has pieces of 65,536
+    elements (torch 2.11, ForeachReduceOp.cu and MultiTensorApply.cuh; held to records of an H200)."""
+    return len(numels) * max((-(-numel // _PIECE_ELEMENTS) for numel in numels), default=0)
 
 
 def _clip(scalar, gone) -> None:  # type: ignore[no-untyped-def]

@@ -171,17 +171,36 @@ class _Flash(torch.autograd.Function):
             window_size_left=left,
             window_size_right=right,
         )
-        if dk.device.type == "meta" and k.shape[-2] != q.shape[-2]:
-            dk, dv = _expanded_then_reduced(q, k)
+        if dk.device.type == "meta":
+            _allocate_as_the_kernel(q, dk, dv, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         return dq, dk, dv, None, None, None, None
 
 
-def _expanded_then_reduced(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the CUDA kernel allocates for grouped heads: gradients per query head, then their sum per key head."""
-    groups = q.shape[-2] // k.shape[-2]
-    expanded = [torch.empty(q.shape, dtype=k.dtype, device=k.device) for _ in range(2)]
-    dk, dv = (e.view(*k.shape[:-1], groups, k.shape[-1]).sum(-2) for e in expanded)
-    return dk, dv
+def _allocate_as_the_kernel(q: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, num_documents: int | None) -> None:
+    """What the CUDA kernel's host code makes besides its results, in its order: a sum per query, an fp32 accumulator of
+    dq, and for grouped heads gradients of every query head, which it then adds up into those of the key heads.
+
+    Source: torch 2.11 (`mha_bwd`, `mha_varlen_bwd` of FlashAttention 2), held to records of an H200
+    (tests/memory/test_cuda_events.py) for rows that are not packed.
+    """
+    num_heads, size = q.shape[-2:]
+    wide = -(-size // 32) * 32 if size <= 192 else 256
+    if num_documents is None:
+        padded = -(-q.shape[1] // 128) * 128
+        shapes: tuple[tuple[int, ...], ...] = ((q.shape[0], num_heads, padded), (q.shape[0], padded, num_heads, wide))
+    else:
+        padded = q.shape[0] + 128 * num_documents
+        shapes = ((num_heads, padded), (padded, num_heads, wide))
+    per_query = torch.empty(shapes[0], dtype=torch.float32, device=q.device)
+    accumulator = torch.empty(shapes[1], dtype=torch.float32, device=q.device)
+    groups = num_heads // dk.shape[-2]
+    if groups > 1:
+        dk_expanded = torch.empty(q.shape, dtype=dk.dtype, device=q.device)
+        dv_expanded = torch.empty(q.shape, dtype=dk.dtype, device=q.device)
+        for expanded, total in ((dk_expanded, dk), (dv_expanded, dv)):
+            torch.sum(expanded.view(*dk.shape[:-1], groups, size), -2, out=total)
+        del expanded, dv_expanded, dk_expanded
+    del accumulator, per_query
 
 
 def _flash(
@@ -268,7 +287,7 @@ class _Blockwise(torch.autograd.Function):
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         for row, queries, keys in _blocks(documents, window):
             scores, _ = _scores(q, k, row, queries, keys, scale, window, softcap)
-            block_lse = torch.logsumexp(scores, -1)
+            block_lse = _logsumexp(scores)
             if sinks is not None:
                 block_lse = torch.logaddexp(block_lse, sinks.float().view(1, -1, 1))
             probs = torch.exp(scores.sub_(block_lse[..., None]))
@@ -306,6 +325,17 @@ class _Blockwise(torch.autograd.Function):
             dk[row, :, keys] += _reduced(d_scores, q[row, :, queries], groups)
         d_sinks = d_sinks.to(sinks.dtype) if d_sinks is not None else None
         return dq, dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None, None
+
+
+def _logsumexp(scores: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, in the steps of torch's own (the same to the bit): so a trace sees what they allocate."""
+    highest = scores.amax(-1, keepdim=True)
+    finite = highest.squeeze(-1)
+    sizes = finite.abs()
+    finite.masked_fill_(sizes == float("inf"), 0.0)
+    del sizes
+    total = (scores - highest).exp_().sum(-1)
+    return total.log_().add_(finite)
 
 
 def _blocks(documents: tuple[tuple[int, int, int], ...], window: int | None) -> Iterator[tuple[slice, slice, slice]]:

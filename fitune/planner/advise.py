@@ -7,20 +7,24 @@ as `fitune train` does on a machine with several; a card that cannot hold the pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fitune import plan as plans
 from fitune.catalog import clouds, gpus
 from fitune.catalog.clouds import PriceTable
 from fitune.catalog.gpus import Gpu
 from fitune.errors import UserError
 from fitune.memory.constants import overheads
+from fitune.memory.shipped import CatalogConfig
 from fitune.plan import Plan
 from fitune.planner import costs, jobs, positions
 from fitune.planner.costs import Rental
 from fitune.planner.jobs import Job
 from fitune.planner.whatif import changed
 from fitune.recipe import Recipe
+from fitune.units import format_bytes, from_gib
 
 if TYPE_CHECKING:
     from fitune.planner.result import PlanResult
@@ -33,6 +37,7 @@ OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitun
 # Exchange of gradients between cards: share of the link's rate that a ring all-reduce reaches. Not measured; with
 # adapters it is under 2 % of a step, so that its error hardly shows.
 EXCHANGE_SHARE = 0.7
+AS_FAST = 1.05
 SEVERAL_ERROR = 1.2  # on the high end of a step's time with several cards, which nothing here was measured on
 
 
@@ -145,6 +150,7 @@ def advise(
     max_cost: float | None = None,
     max_hours: float | None = None,
     prices: PriceTable | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Advice:
     """Every card of the catalog for this job. Needs no network and no GPU for a model of the catalog.
 
@@ -153,6 +159,7 @@ def advise(
         tokens: of one pass over the data, in place of reading it.
         max_cost: in the table's currency, for the whole run. max_hours: of the whole run.
         prices: another table than the catalog's.
+        tell: is told in a sentence where the answer will take long.
 
     Raises:
         UserError: unknown model, unreadable data, settings that contradict each other, a limit that is not positive.
@@ -171,21 +178,23 @@ def advise(
     seq_len, cut = positions.effective_seq_len(recipe, config)
     job = jobs.of(recipe, seq_len, tokens)
     notes += [note for note in (cut, positions.beyond_rotary(seq_len, config), *job.notes) if note]
-    plans = _Plans(recipe, config, job)
+    if tell is not None and not isinstance(config, CatalogConfig):
+        tell("fitune has no traces of this model's step: they are made first, once, which takes minutes")
+    made = _Plans(recipe, config, job)
     decoder = decoder_of(getattr(config, "shape", config))
     rows = []
     for gpu in gpus.all_gpus():
         if gpu.vendor in NOT_SUPPORTED:
             continue
         for count in _counts(gpu, prices):
-            rows.append(_card(gpu, count, plans.for_card(gpu), job, decoder, prices))
+            rows.append(_card(gpu, count, made.for_card(gpu), job, decoder, prices))
     fitting = [row for row in rows if row.fits]
     left_out = tuple(gpu.name for gpu in gpus.all_gpus() if gpu.vendor in NOT_SUPPORTED)
     limits = {"max_cost": max_cost, "max_hours": max_hours}
     ordered, num_within = costs.order(fitting, max_cost, max_hours)
     small = sorted((r for r in rows if not r.fits and r.num_gpus == 1), key=lambda r: (-r.budget_bytes, r.gpu.name))
     return Advice(recipe, job, prices, tuple(ordered), tuple(small), limits, num_within,
-                  tuple(dict.fromkeys(notes)), () if ordered else plans.nearest_fits(), left_out)  # fmt: skip
+                  tuple(dict.fromkeys(notes)), () if ordered else made.nearest_fits(), left_out)  # fmt: skip
 
 
 def _counts(gpu: Gpu, prices: PriceTable) -> list[int]:
@@ -229,7 +238,6 @@ class _Plans:
     def _plan(self, gpu: Gpu) -> PlanResult:
         from fitune import hardware
         from fitune.planner import make
-        from fitune.units import from_gib
 
         recipe = self.recipe
         if recipe.precision == "auto" and gpu.bf16 and not _modern(gpu):
@@ -288,14 +296,38 @@ def _card(gpu: Gpu, count: int, result: PlanResult, job: Job, decoder: Any, pric
     offers = [offer for offer in prices.offers if (offer.gpu_id, offer.num_gpus) == (gpu.id, count)]
     if not result.fits:
         return CardAdvice(gpu, count, used, None, needed, budget, None, None)
-    plan = share(result.plan, used).with_(device_name=gpu.name, budget_bytes=budget)
-    step = step_time(plan, gpu, used, job, decoder)
+    plan, step = _quickest(result, gpu, used, job, decoder)
+    ram = ram_bytes(plan, decoder)
+    offers = [offer for offer in offers if offer.host_ram_gib is None or from_gib(offer.host_ram_gib) >= ram]
     hours = job_hours(step, job)
     rentals = costs.rentals(offers, hours)
     price = buy_price(gpu, count) if prices.currency == "USD" else None
     even = costs.break_even_hours(price, [r for r in rentals if r.per_hour])
     return CardAdvice(gpu, count, used, plan, needed, budget, step, hours, rentals, price, even,
-                      card_notes(gpu, count, used))  # fmt: skip
+                      card_notes(gpu, count, used, ram))  # fmt: skip
+
+
+def _quickest(result: PlanResult, gpu: Gpu, used: int, job: Job, decoder: Any) -> tuple[Plan, StepTime]:
+    """Of the plans that fit on all cards of a class the one that is quickest on this card; as quick within 5 % is the
+    planner's own choice."""
+    others = [plans.from_dict(entry["plan"]) for entry in result.alternatives]
+    found = []
+    for plan in (result.plan, *others):
+        mine = share(plan, used).with_(device_name=gpu.name, budget_bytes=gpu.usable_bytes)
+        found.append((mine, step_time(mine, gpu, used, job, decoder)))
+    best = min(found, key=lambda pair: pair[1].step_s)
+    return found[0] if found[0][1].step_s <= AS_FAST * best[1].step_s else best
+
+
+def ram_bytes(plan: Plan, decoder: Any) -> int:
+    """What frozen weights take of the machine's RAM while they are streamed; 0 where they are not. All cards of a
+    machine stream the same copy. The process itself takes some GiB more."""
+    from fitune.speed.work import BASE_BYTES
+
+    if plan.stream_from in ("none", "disk"):
+        return 0
+    share = len(plan.streamed_layers()) / plan.num_layers
+    return int(sum(layer.params for layer in decoder.layers) * BASE_BYTES[plan.base_format] * share)
 
 
 def share(plan: Plan, num_used: int) -> Plan:
@@ -354,7 +386,7 @@ def buy_price(gpu: Gpu, count: int) -> float | None:
     return gpu.launch_price_usd * count
 
 
-def card_notes(gpu: Gpu, count: int, used: int) -> tuple[str, ...]:
+def card_notes(gpu: Gpu, count: int, used: int, ram: int = 0) -> tuple[str, ...]:
     """What a person should know before choosing this card."""
     notes = []
     capability = _capability(gpu)
@@ -368,6 +400,8 @@ def card_notes(gpu: Gpu, count: int, used: int) -> tuple[str, ...]:
         notes.append("memory shared with the processor; not tested")
     if kind(gpu) == "laptop":
         notes.append("laptop: clock and speed depend on its power limit")
+    if ram:
+        notes.append(f"streamed weights: about {format_bytes(ram)} of RAM")
     if used < count:
         notes.append(f"{count - used} of {count} cards stay idle: a step has {used} records")
     return tuple(notes)

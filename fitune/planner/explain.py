@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def reasons(
-    context: PlanContext, plan: Plan, rejected: list[tuple[Plan, Candidate]], *, fits: bool
+    context: PlanContext,
+    plan: Plan,
+    rejected: list[tuple[Plan, Candidate]],
+    others: list[Candidate] | None = None,
+    *,
+    fits: bool,
 ) -> tuple[Reason, ...]:
     """One reason per decision, in the order of the ladder.
 

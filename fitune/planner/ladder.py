@@ -1,33 +1,43 @@
-"""Candidates, easiest first, and the choice among those that fit.
+"""Candidates, and the choice among those that fit: the fastest; among those within 5 % of it the lowest rung.
 
-First version of the ladder: base format, micro-batch, how many layers recompute, loss chunk. The order of formats is
-the person's (`method`); within a format the cheapest candidate by `relative_cost` wins. Streaming, offload and several
-GPUs are rungs to come.
+A `Search` looks at one draft: a plan whose base format and places (of weights, of layer inputs) are decided. It varies
+the micro-batch, how many layers recompute, and the loss chunk. Which drafts there are is `planner.placement`'s and
+`planner.make`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import Peaks, StepTerms, peaks
+from fitune.plan import Plan
+from fitune.recipe import QUANTISED_FORMATS
 
 TermsOf = Callable[[int, int, int], StepTerms]
 """Terms of a model at (rows, columns, loss chunk)."""
+SecondsOf = Callable[[Plan], float]
+"""Predicted seconds of an optimizer step under a plan."""
 
 LOSS_CHUNK_BYTES = 256 * 1024**2
 BYTES_PER_LOGIT = 8  # 16-bit logits and gradient, one fp32 copy (fitune.model.loss)
 SMALLEST_CHUNK = 64
-OVERHEAD_TOKENS = 256
-"""Tokens whose compute time equals a pass's fixed cost (launches, unpacking of the base). A rule of thumb, to be
-replaced by measured step times; it only ranks candidates."""
+AS_FAST = 1.05
+"""A plan within 5 % of the fastest's time counts as being as fast: the lower rung is taken then."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the step, with its peaks in bytes of tensors."""
+    """One way to run the step.
 
+    Attributes:
+        draft: the plan it belongs to, without what is decided here.
+        peaks: bytes of tensors.
+        cost: predicted seconds of an optimizer step.
+    """
+
+    draft: Plan
     micro_batch: int
     recompute_layers: int
     loss_chunk: int
@@ -38,16 +48,40 @@ class Candidate:
     def peak_bytes(self) -> int:
         return max(self.peaks.load, self.peaks.first_step, self.peaks.step, self.peaks.eval, self.peaks.save)
 
+    @property
+    def plan(self) -> Plan:
+        return self.draft.with_(
+            micro_batch=self.micro_batch, recompute_layers=self.recompute_layers, loss_chunk=self.loss_chunk
+        )
+
+
+def rungs(plan: Plan) -> tuple[int, ...]:
+    """The rungs of the ladder that a plan stands on, the highest first; () is the simplest plan. Compared as tuples
+    they say which of two plans is the lower one."""
+    used = {
+        1: plan.micro_batch < plan.batch,
+        2: plan.recompute_layers > 0,
+        3: plan.offload_inputs,
+        4: plan.stream_from != "none",
+        5: plan.base_format == "int8",
+        6: plan.base_format in QUANTISED_FORMATS and plan.base_format != "int8",
+    }
+    return tuple(number for number in sorted(used, reverse=True) if used[number])
+
+
+def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The chosen one first, then the others by their time."""
+    found = sorted(candidates, key=lambda c: (c.cost, rungs(c.plan), -c.micro_batch))
+    if not found:
+        return []
+    as_fast = [c for c in found if c.cost <= AS_FAST * found[0].cost]
+    best = min(as_fast, key=lambda c: (rungs(c.plan), c.cost, -c.micro_batch))
+    return [best, *(c for c in found if c is not best)]
+
 
 def default_chunk(vocab_size: int) -> int:
     """Tokens whose logits take about 256 MiB, a multiple of 64."""
     return max(SMALLEST_CHUNK, min(1024, LOSS_CHUNK_BYTES // (BYTES_PER_LOGIT * vocab_size) // 64 * 64))
-
-
-def relative_cost(micro_batch: int, width: int, recompute_layers: int, num_layers: int) -> float:
-    """Time per token relative to a large micro-batch without recomputation: a forward is a third of forward plus
-    backward, and a small micro-batch pays the fixed cost of a pass over fewer tokens."""
-    return (3 + recompute_layers / num_layers) / 3 * (1 + OVERHEAD_TOKENS / (micro_batch * width))
 
 
 def micro_batches(num_rows: int) -> list[int]:
@@ -60,17 +94,21 @@ def micro_batches(num_rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Search:
-    """One base format's candidates.
+    """One draft's candidates.
 
     Attributes:
-        terms_of: traces of the model at a micro-batch shape.
+        draft: the plan as far as it is decided.
+        terms_of: terms of its step at a micro-batch shape; where accumulation is layer-major, of the whole step.
+        seconds_of: what a plan's step takes.
         num_rows: most rows of an optimizer step; more than a micro-batch holds are accumulated.
         width: tokens of the widest row.
         chunk: loss chunk to start with; a smaller one is tried unless `fixed_chunk`.
         micro_batch, recompute: fixed by the person when not None.
     """
 
+    draft: Plan
     terms_of: TermsOf
+    seconds_of: SecondsOf
     num_rows: int
     width: int
     chunk: int
@@ -146,13 +184,14 @@ class Search:
         return dict(enumerate(needs)) if self.recompute is None else {self.recompute: needs[self.recompute]}
 
     def _accumulates(self, rows: int, alone: bool) -> bool:
-        return rows < self.num_rows and not alone
+        return rows < self.num_rows and not alone and self.draft.accumulation_order != "layer-major"
 
     def _candidate(self, rows: int, layers: int, tokens: int, *, alone: bool = False) -> Candidate:
         """`alone`: as if these rows were the whole step, so that nothing accumulates."""
         terms = self.terms_of(rows, self.width, tokens)
         reached = peaks(terms, layers, accumulates=self._accumulates(rows, alone))
-        return Candidate(rows, layers, tokens, reached, relative_cost(rows, self.width, layers, len(terms.kinds)))
+        made = Candidate(self.draft, rows, layers, tokens, reached, 0.0)
+        return replace(made, cost=self.seconds_of(made.plan))
 
     def _chunks(self) -> list[int]:
         return [self.chunk] if self.fixed_chunk or self.chunk <= SMALLEST_CHUNK else [self.chunk, SMALLEST_CHUNK]

@@ -48,6 +48,7 @@ def read(recipe: Recipe, seq_len: int) -> tuple[DataFacts | None, str | None]:
 def facts_of(train: Sequence[Record], evaluation: Sequence[Record], batch: int, seq_len: int) -> DataFacts:
     """What the planner needs to know of records that have been read."""
     from fitune.data.batches import packing_gain
+    from fitune.planner.jobs import MOST_COUNTED
 
     lengths = [len(record) for record in train]
     everything = lengths + [len(record) for record in evaluation]
@@ -56,6 +57,8 @@ def facts_of(train: Sequence[Record], evaluation: Sequence[Record], batch: int, 
         packing_gain=packing_gain(train, batch, seq_len),
         most_step_tokens=sum(sorted(lengths)[-batch:]),
         total_tokens=sum(everything),
+        num_records=len(train),
+        lengths=tuple(lengths[:: -(-len(lengths) // MOST_COUNTED) or 1]),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from fitune.memory import known, shipped
 from fitune.memory.constants import HEADROOM
 from fitune.memory.variant import variant_of
 from fitune.plan import Adapter, Plan, Reason
-from fitune.planner import explain, ladder, nofit, positions
+from fitune.planner import explain, ladder, nofit, placement, positions
 from fitune.planner.result import PlanResult, predicted_dict
 from fitune.planner.target import Target, choose_target
 from fitune.recipe import QUANTISED_FORMATS, Recipe
@@ -19,7 +19,16 @@ from fitune.units import format_bytes, from_gib
 
 if TYPE_CHECKING:
     from fitune.hardware import Machine
+    from fitune.memory.phases import Prediction
+    from fitune.speed import StepTime, Workload
 
+REPLAY_MARGIN = 0.01
+"""Share of the budget that a plan whose phases were replayed leaves free. On an H200 (torch 2.11, 2026-11-30) the
+driver counted at most 0.8 % (p95) more than was replayed, over 67 configurations
+(`benchmarks/results/h200-matrix-2026-11-30.json`), and no run predicted below a cap failed. Where a card's overheads are
+assumed, what they may be more is left free too."""
+MOST_ALTERNATIVES = 3
+MOST_REPLAYS = 5  # searches with a tighter limit after a replay was above it
 PACKING_GAIN = 1.1  # packing is chosen when padding would cost at least this factor in tokens
 DEFAULT_LR = {"full": 2e-5, "lora": 2e-4}
 
@@ -32,6 +41,8 @@ class DataFacts:
     packing_gain: float
     most_step_tokens: int  # tokens of the largest step: a bound on what packed rows can hold together
     total_tokens: int | None = None  # of all records
+    num_records: int | None = None  # that are trained on
+    lengths: tuple[int, ...] = ()  # of these, or of a sample
 
 
 @dataclass
@@ -45,12 +56,46 @@ class PlanContext:
     data: DataFacts | None = None
     notes: list[str] = field(default_factory=list)
     tracers: dict[tuple[int, str, str], Any] = field(default_factory=dict)
+    machine: Machine | None = None
+    replays: bool = False  # what is chosen is replayed on the allocator's model before it counts as fitting
+    held_back: int = 0  # bytes by which replays were above what the search had taken for granted
+    _decoder: Any = None
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What a replayed plan may need of the budget, as the driver counts it."""
+        extra = self.target.overheads
+        assumed = extra.slack_bytes[1] if extra.context.basis == "assumed" else 0
+        return int(self.target.budget_bytes * (1 - REPLAY_MARGIN)) - assumed
 
     @property
     def limit_bytes(self) -> int:
-        """What tensors and workspaces may take: the budget less headroom and what lies outside torch's allocator."""
+        """What tensors may take: the budget less what stays free, context and workspaces."""
         extra = self.target.overheads
-        return int(self.target.budget_bytes * (1 - HEADROOM)) - extra.context_bytes - extra.workspace_bytes
+        room = self.allowed_bytes if self.replays else int(self.target.budget_bytes * (1 - HEADROOM))
+        return room - extra.context_bytes - extra.workspace_bytes - self.held_back
+
+    def limit_of(self, draft: Plan) -> int:
+        """`limit_bytes`, less where a draft's step is only summed up."""
+        untraced = self.replays and placement.is_placed(draft)
+        return self.limit_bytes - int(untraced * placement.UNTRACED_SHARE * self.target.budget_bytes)
+
+    @property
+    def decoder(self) -> Any:
+        """The model's shape for `fitune.speed`, made once."""
+        if self._decoder is None:
+            from fitune.speed.shape import decoder_of
+
+            self._decoder = decoder_of(getattr(self.config, "shape", self.config))
+        return self._decoder
+
+    def step_time(self, plan: Plan, workload: Workload | None = None) -> StepTime:
+        """Of a plan's step; without `workload` at rows as wide as the widest that training meets."""
+        from fitune import speed
+
+        rates = self.target.calibration.rates if self.target.calibration is not None else None
+        workload = workload or speed.Workload(row_width(self, plan))
+        return speed.predict(plan, self.decoder, machine=self.machine, calibration=rates, workload=workload)
 
     def tracer(self, plan: Plan) -> Any:
         """What gives the memory terms of a plan's variant (see `memory.known.tracer_for`), made once."""
@@ -61,7 +106,8 @@ class PlanContext:
 
 
 Tried = list[tuple[Plan, ladder.Candidate]]
-"""Base formats that do not fit (as drafts), each with the smallest candidate there is."""
+"""Base formats that do not fit on the card (as drafts), each with the smallest candidate of those that are there as a
+whole."""
 
 
 def make_plan(
@@ -94,32 +140,116 @@ def make_plan(
     longest = seq_len if data is None else min(seq_len, data.longest_tokens)
     notes += [note for note in (cut, positions.beyond_rotary(longest, config)) if note]
     notes += _budget_note(target)
-    context = PlanContext(recipe, target, config, seq_len, data, notes)
-    draft, found, tried = choose(context, base_formats(context))
+    context = PlanContext(recipe, target, config, seq_len, data, notes, machine=machine, replays=detailed)
+    _, found, tried = choose(context, base_formats(context))
+    prediction = None
+    if detailed:
+        found, tried, prediction = _replayed(context, found, tried)
     if found:
-        result = _result(context, draft, found[0], [(draft, c) for c in found[1:]], tried, fits=True)
+        result = _result(context, found[0], found[1:], tried, fits=True)
     else:
         draft, least = min(tried, key=lambda pair: pair[1].peak_bytes)
-        result = _result(context, draft, least, [], [pair for pair in tried if pair[0] is not draft], fits=False)
+        result = _result(context, least, [], [pair for pair in tried if pair[0] is not draft], fits=False)
     if not detailed:
         return result
     from fitune.planner.predict import with_phases  # which makes plans itself
 
-    return with_phases(context, result)
+    return with_phases(context, result, prediction)
 
 
 def choose(context: PlanContext, formats: list[str]) -> tuple[Plan, list[ladder.Candidate], Tried]:
-    """The first format that fits, its candidates from the cheapest on (none where no format fits), and the formats
-    that were rejected before it."""
+    """The chosen candidate's draft; the candidates that fit, the chosen one first and then by their time (none where
+    nothing fits); and the formats whose weights cannot all stay on the card.
+
+    A quantised base comes after a wide one: where that one's weights fit, it is not looked at; where they only fit
+    streamed, it is taken if it is faster by more than 5 %.
+    """
     tried: Tried = []
+    found: list[ladder.Candidate] = []
     for base_format in formats:
         draft = _draft(context, base_format)
-        made = search(context, draft)
-        found = sorted(made.fitting(context.limit_bytes), key=lambda c: (c.cost, -c.micro_batch))
-        if found:
-            return draft, found, tried
-        tried.append((draft, made.smallest()))
-    return draft, [], tried
+        resident = search(context, draft)
+        fitting = resident.fitting(context.limit_of(draft))
+        found += fitting + _placed(context, draft, fitting)
+        if fitting:
+            break
+        tried.append((draft, resident.smallest()))
+    found = ladder.ordered(found)
+    return found[0].draft if found else draft, found, tried
+
+
+def _placed(context: PlanContext, draft: Plan, resident: list[ladder.Candidate]) -> list[ladder.Candidate]:
+    """Candidates with weights or layer inputs outside the card; none where the resident ones lose nothing."""
+    whole = num_rows(context, draft)
+    if any(c.recompute_layers == 0 and c.micro_batch == whole for c in resident):
+        return []
+    found = []
+    for placed in placement.drafts(draft):
+        candidates = search(context, placed).fitting(context.limit_of(placed))
+        found += [s for c in candidates if (s := _settled(context, c)) is not None]
+    streamed = [c for c in found if c.draft.stream_from != "none"]
+    if streamed:
+        found += _most_resident(context, ladder.ordered(streamed)[0])
+    return found
+
+
+def _settled(context: PlanContext, candidate: ladder.Candidate) -> ladder.Candidate | None:
+    """The candidate where the host has room for it; None where it has none, or nothing of it is there."""
+    plan = candidate.plan
+    if plan.offload_inputs and plan.recompute_layers == 0:
+        return None
+    if plan.accumulation_order == "layer-major" and plan.micro_batch >= num_rows(context, plan):
+        return None
+    width = row_width(context, plan)
+    terms = search(context, candidate.draft).terms_of(plan.micro_batch, width, plan.loss_chunk)
+    settled = placement.settled(context, plan, terms, width)
+    if settled is None or settled.stream_from == plan.stream_from:
+        return candidate if settled is not None else None
+    draft = candidate.draft.with_(stream_from=settled.stream_from)
+    return replace(candidate, draft=draft, cost=context.step_time(settled).step_s)
+
+
+def _most_resident(context: PlanContext, candidate: ladder.Candidate) -> list[ladder.Candidate]:
+    """The same with as many layers' weights on the card as fit: of streamed plans that differ in nothing else the one
+    that copies least."""
+    low, high = candidate.draft.resident_layers or 0, candidate.draft.num_layers
+    best = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        draft = candidate.draft.with_(resident_layers=middle)
+        made = search(context, draft)._candidate(
+            candidate.micro_batch, candidate.recompute_layers, candidate.loss_chunk
+        )
+        if made.peak_bytes <= context.limit_of(draft):
+            low, best = middle, made
+        else:
+            high = middle
+    settled = None if best is None else _settled(context, best)
+    return [] if settled is None else [settled]
+
+
+def _replayed(
+    context: PlanContext, found: list[ladder.Candidate], tried: Tried
+) -> tuple[list[ladder.Candidate], Tried, Prediction | None]:
+    """The same with a chosen candidate whose every phase stays within what is allowed on the allocator's model, and
+    its prediction: where a replay is above it, the search is made again with less room by as much."""
+    from fitune.memory.phases import needed_bytes
+    from fitune.planner.predict import phases_of
+
+    for _ in range(MOST_REPLAYS):
+        if not found:
+            break
+        prediction = phases_of(context, found[0].plan)
+        excess = needed_bytes(prediction.most) - context.allowed_bytes
+        if excess <= 0:
+            return found, tried, prediction
+        context.held_back += excess
+        _, found, tried = choose(context, base_formats(context))
+    for _, least in sorted(tried, key=lambda pair: pair[1].peak_bytes):
+        prediction = phases_of(context, least.plan)
+        if needed_bytes(prediction.most) <= context.allowed_bytes:
+            return [least], [pair for pair in tried if pair[1] is not least], prediction
+    return [], tried, None
 
 
 def _budget_note(target: Target) -> list[str]:
@@ -302,9 +432,12 @@ def search(context: PlanContext, draft: Plan) -> ladder.Search:
     fixed = words[recipe.recompute] if isinstance(recipe.recompute, str) else recipe.recompute
     if fixed is not None and fixed > draft.num_layers:
         raise UserError(f"cannot recompute {fixed} layers", f"the model has {draft.num_layers}", "use --recompute all")
+    rows = num_rows(context, draft)
     return ladder.Search(
-        terms_of=context.tracer(draft).terms,
-        num_rows=num_rows(context, draft),
+        draft=draft,
+        terms_of=placement.terms_of(context, draft, rows),
+        seconds_of=lambda plan: context.step_time(plan).step_s,
+        num_rows=rows,
         width=row_width(context, draft),
         chunk=draft.loss_chunk,
         fixed_chunk=recipe.loss_chunk is not None,
@@ -329,31 +462,40 @@ def num_rows(context: PlanContext, draft: Plan) -> int:
     return draft.batch
 
 
-def _finished(context: PlanContext, draft: Plan, chosen: ladder.Candidate) -> Plan:
-    extra = context.target.overheads
-    return draft.with_(
-        micro_batch=chosen.micro_batch,
-        recompute_layers=chosen.recompute_layers,
-        loss_chunk=chosen.loss_chunk,
-        predicted=predicted_dict(chosen.peaks, extra.workspace_bytes),
-    )
+def _finished(context: PlanContext, chosen: ladder.Candidate) -> Plan:
+    """A candidate's plan with its prediction: replayed where the context asks for it, else sums of tensors."""
+    if not context.replays:
+        return chosen.plan.with_(predicted=predicted_dict(chosen.peaks, context.target.overheads.workspace_bytes))
+    from fitune.planner.predict import phases_of, predicted_of
+
+    return chosen.plan.with_(predicted=predicted_of(context, phases_of(context, chosen.plan, briefly=True)))
 
 
 def _result(
-    context: PlanContext,
-    draft: Plan,
-    chosen: ladder.Candidate,
-    others: list[tuple[Plan, ladder.Candidate]],
-    rejected: Tried,
-    *,
-    fits: bool,
+    context: PlanContext, chosen: ladder.Candidate, others: list[ladder.Candidate], rejected: Tried, *, fits: bool
 ) -> PlanResult:
-    plan = _finished(context, draft, chosen)
-    reasons: tuple[Reason, ...] = explain.reasons(context, plan, rejected, fits=fits)
+    plan = chosen.plan.with_(
+        predicted=predicted_dict(chosen.peaks, context.target.overheads.workspace_bytes)
+    )
+    reasons: tuple[Reason, ...] = explain.reasons(context, plan, rejected, others, fits=fits)
     plan = plan.with_(reasons=reasons)
     alternatives = []
-    for other_draft, candidate in others[:3]:
-        other = _finished(context, other_draft, candidate)
-        alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted})
-    nearest = () if fits else nofit.nearest_fits(context, draft, chosen)
+    for candidate in _alternatives(chosen, others):
+        other = _finished(context, candidate)
+        if (other.predicted.get("device_bytes") or 0) <= context.target.budget_bytes:
+            alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted})
+    nearest = () if fits else nofit.nearest_fits(context, chosen.draft, chosen)
     return PlanResult(fits, plan, plan.predicted, reasons, tuple(alternatives), tuple(nearest), tuple(context.notes))
+
+
+def _alternatives(chosen: ladder.Candidate, others: list[ladder.Candidate]) -> list[ladder.Candidate]:
+    """Up to three that trade speed for memory: each needs less than all that are faster than it."""
+    found: list[ladder.Candidate] = []
+    least = chosen.peak_bytes
+    for other in sorted(others, key=lambda c: (c.cost, c.peak_bytes)):
+        if other.peak_bytes < least:
+            found.append(other)
+            least = other.peak_bytes
+    if len(found) <= MOST_ALTERNATIVES:
+        return found
+    return [found[0], found[len(found) // 2], found[-1]]

@@ -16,7 +16,7 @@ from fitune.memory.phases import SLACK, Prediction, needed_bytes
 from fitune.memory.phases import predict as predict_phases
 from fitune.plan import Plan
 from fitune.planner import facts as model_facts
-from fitune.planner import lengths, make, positions, techniques
+from fitune.planner import lengths, make, placement, positions, techniques
 from fitune.planner.notch import next_notch
 from fitune.planner.result import PlanResult
 from fitune.planner.target import choose_target
@@ -24,7 +24,7 @@ from fitune.recipe import Recipe
 
 if TYPE_CHECKING:
     from fitune.hardware import Machine
-    from fitune.speed import StepTime
+    from fitune.speed import JobTime, StepTime
 
 # What a person may have fixed and the planner would choose, and what it would choose from.
 LEFT_OPEN: dict[str, Any] = {"micro_batch": None, "recompute": "auto", "loss_chunk": None}
@@ -117,7 +117,7 @@ def open_context(
     data, unread = lengths.read(recipe, seq_len)
     longest = seq_len if data is None else min(seq_len, data.longest_tokens)
     notes += [note for note in (cut, positions.beyond_rotary(longest, config), unread) if note]
-    return make.PlanContext(recipe, target, config, seq_len, data, notes)
+    return make.PlanContext(recipe, target, config, seq_len, data, notes, machine=machine)
 
 
 def as_given(context: make.PlanContext, *, briefly: bool = False) -> tuple[Plan, Prediction]:
@@ -136,31 +136,70 @@ def as_given(context: make.PlanContext, *, briefly: bool = False) -> tuple[Plan,
 
 def phases_of(context: make.PlanContext, plan: Plan, *, briefly: bool = False) -> Prediction:
     """Every phase of a plan for a context's model and machine; `briefly` only those of loading and stepping."""
-    width, tracer = make.row_width(context, plan), context.tracer(plan)
-    terms = tracer.terms(plan.micro_batch, width, plan.loss_chunk)
+    width = make.row_width(context, plan)
+    terms = placement.terms_of(context, plan, make.num_rows(context, plan))(plan.micro_batch, width, plan.loss_chunk)
     facts = model_facts.of(context, plan, terms, width)
+    tracer = None if placement.is_placed(plan) else context.tracer(plan)
     return predict_phases(terms, plan, context.target.overheads, facts, tracer, width, briefly)
 
 
 def predicted_of(context: make.PlanContext, prediction: Prediction) -> dict[str, Any]:
     """The `predicted` object of a plan, with the time of its step."""
-    time = step_time(context, prediction.plan)
-    return prediction.as_dict() | {
-        "step_s": time.step_s, "step_low_s": time.low_s, "step_high_s": time.high_s, "step_basis": time.basis,
-        "tokens_per_s": time.tokens_per_s,
-    }  # fmt: skip
+    return prediction.as_dict() | times_of(context, prediction.plan)
+
+
+def times_of(context: make.PlanContext, plan: Plan) -> dict[str, Any]:
+    """Seconds of a step, tokens a second and seconds of the run, each with low and high: None where nothing is known of
+    the card; the run's also where no data was read."""
+    time = step_time(context, plan)
+    known = time.basis != "unknown"
+    run = _run_time(context, plan) if known else None
+    return {
+        "step_s": time.step_s if known else None,
+        "step_low_s": time.low_s if known else None,
+        "step_high_s": time.high_s if known else None,
+        "step_basis": time.basis,
+        "tokens_per_s": time.tokens_per_s if known else None,
+        "tokens_per_s_low": time.tokens / time.high_s if known else None,
+        "tokens_per_s_high": time.tokens / time.low_s if known else None,
+        "run_s": run.seconds if run else None,
+        "run_low_s": run.low_s if run else None,
+        "run_high_s": run.high_s if run else None,
+    }
+
+
+def _run_time(context: make.PlanContext, plan: Plan) -> JobTime | None:
+    """Of all steps, at the data's own lengths."""
+    from fitune import speed
+    from fitune.planner.jobs import Job
+
+    recipe, data = context.recipe, context.data
+    if data is None or data.num_records is None or not data.lengths:
+        return None
+    epochs = recipe.epochs or 1
+    steps = recipe.steps or max(1, int(epochs * -(-data.num_records // recipe.batch)))
+    tokens = data.num_records * sum(data.lengths) / len(data.lengths)
+    job = Job(data.num_records, tokens, epochs, steps, recipe.batch, data.lengths)
+    mean_plan, workload = job.workload(plan)
+    return speed.job_time(context.step_time(mean_plan, workload), steps)
 
 
 def step_time(context: make.PlanContext, plan: Plan) -> StepTime:
-    """Seconds of one optimizer step of full rows."""
-    from fitune import speed
-
-    return speed.predict(plan, context.config)
+    """Seconds of one optimizer step of rows as wide as the widest."""
+    return context.step_time(plan)
 
 
-def with_phases(context: make.PlanContext, result: PlanResult) -> PlanResult:
-    """A plan's result with every phase predicted, what the allocator reserves, and the time of a step."""
-    predicted = predicted_of(context, phases_of(context, result.plan))
+def with_phases(
+    context: make.PlanContext, result: PlanResult, prediction: Prediction | None = None
+) -> PlanResult:
+    """A plan's result with every phase predicted, what the allocator reserves, and the time of a step.
+
+    Args:
+        prediction: of the result's plan, where it was made already.
+    """
+    if prediction is None:
+        prediction = phases_of(context, result.plan)
+    predicted = predicted_of(context, prediction)
     return dataclasses.replace(result, plan=result.plan.with_(predicted=predicted), predicted=predicted)
 
 

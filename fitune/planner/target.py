@@ -14,7 +14,7 @@ from fitune.recipe import Recipe
 from fitune.units import format_bytes, from_gib
 
 RAM_SHARE = 0.9
-"""Share of the available RAM that a run on the CPU may plan with; the rest is for Python, the data and the system."""
+"""Share of the available RAM that a run may plan with; the rest is for Python, the data and the system."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -28,6 +28,8 @@ class Target:
         card_bytes: all that the card has; None on the CPU.
         index: the GPU's number; None on the CPU.
         calibration: what was measured on this machine's own card or processor; None for cards one does not have.
+        ram_bytes, pinned_bytes: beside a card: RAM that the run may use, and how much of it may be pinned.
+        disk_bytes: free where packed weights would be kept; None: not known.
     """
 
     device: str  # cpu | cuda
@@ -42,6 +44,9 @@ class Target:
     card_bytes: int | None = None
     index: int | None = None
     calibration: Calibration | None = None
+    ram_bytes: int = 0
+    pinned_bytes: int = 0
+    disk_bytes: int | None = None
 
     @property
     def overheads(self) -> Overheads:
@@ -76,7 +81,7 @@ def choose_target(recipe: Recipe, machine: Machine) -> Target:
                 f"{len(machine.devices)} GPUs are there; this version trains on one of them "
                 f"(GPU {device.index}, which has the most free memory)"
             )
-    return _on_card(recipe, device, virtual, notes)
+    return _on_card(recipe, device, machine, notes)
 
 
 def _room(device: Device, virtual: bool) -> int:
@@ -84,7 +89,8 @@ def _room(device: Device, virtual: bool) -> int:
     return device.usable_bytes if virtual else min(device.free_bytes, device.usable_bytes)
 
 
-def _on_card(recipe: Recipe, device: Device, virtual: bool, notes: list[str]) -> Target:
+def _on_card(recipe: Recipe, device: Device, machine: Machine, notes: list[str]) -> Target:
+    virtual = bool(machine.assumptions)
     room = budget = _room(device, virtual)
     reason = f"all of a {device.name}" if virtual else f"what is free on {device.name}"
     if device.used_by_others_bytes and not virtual:
@@ -96,12 +102,18 @@ def _on_card(recipe: Recipe, device: Device, virtual: bool, notes: list[str]) ->
         elif asked > room:
             has = "" if virtual or room == device.usable_bytes else " free"
             notes.append(f"--vram {recipe.vram:g} changes nothing: {device.name} has only {format_bytes(room)}{has}")
+    ram = int(machine.ram_available_bytes * RAM_SHARE)
     if recipe.ram is not None:
-        notes.append("--ram is not taken into account on a GPU: this version plans the GPU's memory only")
+        asked = from_gib(recipe.ram)
+        if asked > machine.ram_available_bytes:
+            there = format_bytes(machine.ram_available_bytes)
+            notes.append(f"--ram {recipe.ram:g} changes nothing: {there} of RAM are available")
+        ram = min(ram, asked)
     own = None if virtual else _calibration(device, notes)
     return Target(
         "cuda", device.name, budget, reason, _capability(device), device.bf16, device.flash_attention, tuple(notes),
         room_bytes=room, card_bytes=device.usable_bytes, index=device.index, calibration=own,
+        ram_bytes=ram, pinned_bytes=min(ram, machine.pinned_limit_bytes), disk_bytes=machine.disk_free_bytes,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from fitune.catalog import models as catalog
 from fitune.errors import UserError
 from fitune.memory import shipped
 from fitune.plan import Plan
-from fitune.planner import ladder, make, positions
+from fitune.planner import ladder, make, nofit, positions
 from fitune.planner.target import choose_target
 from fitune.recipe import Recipe
 
@@ -123,9 +123,6 @@ class Limit:
                 "plan": plan}  # fmt: skip
 
 
-Found = tuple[Plan, ladder.Candidate]
-
-
 def limits(recipe: Recipe, machine: Machine | None = None) -> list[Limit]:
     """Longest record, largest micro-batch and largest model of the catalog for this job's card.
 
@@ -152,25 +149,12 @@ def context_of(recipe: Recipe, machine: Machine | None = None) -> make.PlanConte
     return make.PlanContext(recipe, target, config, seq_len, None, notes)
 
 
-def _fitting(context: make.PlanContext, changes: dict[str, Any], config: Any = None) -> Found | None:
-    """The plan under a change; None when there is none."""
-    config = config or context.config
-    try:
-        recipe = changed(context.recipe, changes)
-        seq_len, _ = positions.effective_seq_len(recipe, config)
-        other = make.PlanContext(recipe, context.target, config, seq_len, tracers=context.tracers)
-        draft, found, _ = make.choose(other, make.base_formats(other))
-    except UserError:
-        return None
-    if not found:
-        return None
-    best = found[0]
-    return draft.with_(
-        micro_batch=best.micro_batch, recompute_layers=best.recompute_layers, loss_chunk=best.loss_chunk
-    ), best  # fmt: skip
+def _fitting(context: make.PlanContext, changes: dict[str, Any], config: Any = None) -> ladder.Candidate | None:
+    """The best that fits under a change; None when nothing does."""
+    return nofit.fits_with(context, changes, config=config)
 
 
-def _most(ask_for: Callable[[int], Found | None], step: int, end: int) -> tuple[int, Found | None]:
+def _most(ask_for: Callable[[int], ladder.Candidate | None], step: int, end: int) -> tuple[int, ladder.Candidate | None]:
     """The largest multiple of `step` up to `end` that fits: doubled until it does not, then halved in between. Memory
     grows with what is asked for."""
     low, best, high = 0, None, step
@@ -191,10 +175,10 @@ def _most(ask_for: Callable[[int], Found | None], step: int, end: int) -> tuple[
     return low, best
 
 
-def _limit(what: str, value: int, found: Found | None, end: int) -> Limit:
+def _limit(what: str, value: int, found: ladder.Candidate | None, end: int) -> Limit:
     if found is None:
         return Limit(what, None, None, None)
-    return Limit(what, value, found[0], found[1].peak_bytes, value >= end)
+    return Limit(what, value, found.plan, found.peak_bytes, value >= end)
 
 
 def _longest(context: make.PlanContext) -> Limit:
@@ -214,13 +198,14 @@ def _most_rows(context: make.PlanContext) -> Limit:
 
 def _largest_model(context: make.PlanContext) -> Limit:
     """Of the models whose steps ship as traces: others would have to be traced first, which takes minutes."""
+    own = _fitting(context, {})
     shapes = sorted((s for s in catalog.all_models() if not s.moe), key=lambda s: s.params_total)
     known = [(s, c) for s in shapes if (c := shipped.catalog_config(s.id)) is not None]
     low, best, name, high = 0, None, None, len(known)
     while low < high:
         middle = (low + high) // 2
         shape, config = known[middle]
-        if not _ships(context, shape.id, config):
+        if own is not None and not _ships(own.plan, config):
             del known[middle]
             high -= 1
             continue
@@ -231,16 +216,10 @@ def _largest_model(context: make.PlanContext) -> Limit:
             low, best, name = middle + 1, found, shape.id
     if best is None:
         return Limit("model", None, None, None)
-    return Limit("model", name, best[0].with_(model=str(name)), best[1].peak_bytes, low == len(known))
+    return Limit("model", name, best.plan.with_(model=str(name)), best.peak_bytes, low == len(known))
 
 
-def _ships(context: make.PlanContext, name: str, config: Any) -> bool:
-    """Whether planning this model of the catalog needs no trace."""
-    try:
-        recipe = changed(context.recipe, {"model": name})
-        seq_len, _ = positions.effective_seq_len(recipe, config)
-        other = make.PlanContext(recipe, context.target, config, seq_len)
-        drafts = [make._draft(other, base_format) for base_format in make.base_formats(other)]
-    except UserError:
-        return False
-    return all(shipped.find(config, draft) is not None for draft in drafts)
+def _ships(plan: Plan, config: Any) -> bool:
+    """Whether a plan like this of another model of the catalog needs no trace."""
+    places = [plan.with_(embedding_place=place) for place in ("host", "device")]
+    return any(shipped.find(config, one) is not None for one in places)

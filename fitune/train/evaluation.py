@@ -93,6 +93,7 @@ def losses(active: Run, engine: Engine, parts: Sequence[Sequence[Record]]) -> tu
     total, count = 0.0, 0
     failed: Exception | None = None
     for part in parts:
+        active.pulse()
         active.stop.sync()
         if active.stop.requested is not None:
             raise _Cut
@@ -107,6 +108,11 @@ def losses(active: Run, engine: Engine, parts: Sequence[Sequence[Record]]) -> tu
     if failed is not None:
         raise failed
     return total, count
+
+
+def _is_stopped(active: Run) -> bool:
+    active.pulse()
+    return active.stop.requested is not None
 
 
 def samples(active: Run, engine: Engine, when: str) -> None:
@@ -128,11 +134,14 @@ def samples(active: Run, engine: Engine, when: str) -> None:
         ids = [int(i) for i in record.input_ids[: labelled[0]]]
         prompt = record.meta.get("prompt") or active.session.tokenizer.decode(ids, skip_special_tokens=True)
         try:
-            text = answer(engine.built, active.session.tokenizer, ids, max_tokens=SAMPLE_TOKENS)
+            text = answer(engine.built, active.session.tokenizer, ids, max_tokens=SAMPLE_TOKENS,
+                          stop=functools.partial(_is_stopped, active))  # fmt: skip
         except (RuntimeError, MemoryError) as problem:
             if classify(problem) is None:
                 raise
             text = None
+        if active.stop.requested is not None:
+            return  # it was cut: the resumed run asks again
         if text is None:
             give_back(engine.built.device)
             active.emit("notice", text=f"no sample answer {when} training: there is not enough memory for it")

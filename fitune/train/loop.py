@@ -25,7 +25,8 @@ from fitune.train.died import FRUGAL
 from fitune.train.events import EventLog
 from fitune.train.loggers import open_loggers
 from fitune.train.moved import plan_here
-from fitune.train.oom import PLACES, classify
+from fitune.train.oom import PEER, PLACES, classify
+from fitune.train.pulse import TIMES, Pulse, nobody
 from fitune.train.recover import Agree, Restart, alone
 from fitune.train.report import write_report
 from fitune.train.result import TrainResult, eval_losses, finished_result
@@ -66,6 +67,7 @@ class Run:
     group: Single = field(default_factory=Single)  # the processes that train this run together
     step_s: float | None = None  # of the last step
     skipped: int = 0  # steps in a row that were left out
+    pulse: Pulse = field(default_factory=lambda: Pulse(nobody))  # called wherever something has been done
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @functools.cached_property
@@ -178,6 +180,9 @@ def _run(
             show({"event": "notice", "text": f"{folder.path} is finished already: nothing is left to train"})
             return finished
         active = _reopen(recipe, group, folder, show)
+    if supervised:
+        active.pulse = Pulse(show)
+        active.pulse.expect_s(TIMES * float(active.plan.predicted.get("step_s") or 0.0))
     # Until here a Ctrl-C ends the program as always: a new run has left nothing, an old one is as it was.
     with active.stop, active.log, _loggers(active, is_new=resume is None):
         return _guarded(active, resumed=resume is not None, lang=lang, supervised=supervised)
@@ -293,7 +298,8 @@ def _guarded(active: Run, *, resumed: bool, lang: str, supervised: bool) -> Trai
         raise _failed(active, problem, lang) from problem
     except Exception as problem:
         line = next(iter(str(problem).splitlines()), type(problem).__name__)
-        if classify(problem):
+        found = classify(problem)
+        if found is not None and found.where != PEER:
             words = UserError(f"out of memory at step {active.step + 1}", line,
                               "use a smaller --micro-batch or --vram", EXIT_FAILED)  # fmt: skip
             raise _failed(active, words, lang) from problem

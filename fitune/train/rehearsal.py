@@ -66,6 +66,7 @@ def _step(active: Run, engine: Engine) -> None:
     """The longest step of the run without its update."""
 
     def observe(part: str, index: int) -> None:
+        active.pulse()
         if part == "optimizer":
             raise _BeforeUpdate
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,9 +51,15 @@ def _close(stack: ExitStack, *hook: Any) -> None:
     stack.close()
 
 
-def answer(built: Built, tokenizer: Any, prompt_ids: list[int], *, max_tokens: int) -> str:
-    """Greedy continuation of `prompt_ids`, decoded without special tokens; deterministic."""
-    from transformers import GenerationConfig
+def answer(
+    built: Built, tokenizer: Any, prompt_ids: list[int], *, max_tokens: int, stop: Callable[[], bool] | None = None
+) -> str:  # fmt: skip
+    """Greedy continuation of `prompt_ids`, decoded without special tokens; deterministic.
+
+    Args:
+        stop: called after every token; True ends the answer there.
+    """
+    from transformers import GenerationConfig, StoppingCriteriaList
 
     stops = {built.model.generation_config.eos_token_id, tokenizer.eos_token_id, built.model.config.eos_token_id}
     flat = {i for s in stops for i in (s if isinstance(s, list) else [s]) if i is not None}
@@ -62,6 +68,8 @@ def answer(built: Built, tokenizer: Any, prompt_ids: list[int], *, max_tokens: i
         max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(flat) or None, pad_token_id=pad, use_cache=True
     )
     ids = torch.tensor([prompt_ids], device=built.device)
+    criteria: Any = StoppingCriteriaList([] if stop is None else [lambda ids, scores, **rest: stop()])
     with generating(built):
-        out = built.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        out = built.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config,
+                                   stopping_criteria=criteria)  # fmt: skip
     return tokenizer.decode(out[0, len(prompt_ids) :], skip_special_tokens=True).strip()

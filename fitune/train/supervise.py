@@ -6,7 +6,8 @@ what the worker tells, finds out why it died, takes the next notch of the plan a
 
 The worker writes to the terminal itself. Only its standard error passes through here (through a pseudo-terminal where
 there is one), because some libraries say there why they end the process. Signals are passed on; the worker is a session
-of its own, so that Ctrl-C reaches it once. When the supervisor dies, the worker ends at once.
+of its own, so that Ctrl-C reaches it once. When the supervisor dies, the worker ends at once; a worker that hangs (see
+`fitune.train.pulse`) is ended and started again.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from typing import Any
 from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from fitune.train.died import Death, Restarts, diagnose
 from fitune.train.oom import oom_kills
+from fitune.train.pulse import BEAT, LEAST_S, Patience
+from fitune.units import format_duration
 
 EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: the worker has changed its plan and wants a new process
 ENVIRONMENT = "FITUNE_WORKER"
 UNSUPERVISED = "none"  # of a rank whose launcher has no supervisor
 _TAIL_BYTES = 64 << 10
-_TOLD = ("event", "step", "steps", "status", "run_folder", "resumed_from")
+_LOOK_S, _POLL_S = 30.0, 0.05  # how often the clock, and a worker that ends, are looked at
+_TOLD = ("event", "step", "status", "run_folder", "expected_s")
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
 _STOPS = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED, "SIGHUP": EXIT_TERMINATED}
 _ENDS = {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
@@ -100,7 +104,7 @@ class _Heard:
     folder: Path | None = None
     step: int = 0
     status: str | None = None  # of its `end`
-    started: bool = False
+    hung_s: float | None = None  # it was ended after so much silence
     tail: bytearray = field(default_factory=bytearray)
 
     @property
@@ -117,16 +121,19 @@ class Supervisor:
         on_event: also called with every event of the workers.
         tell: called with one line whenever a worker is started again.
         to_stderr: what the workers print goes there too.
+        least_silence_s: a worker is not ended for a shorter silence (`fitune.train.pulse.Patience`).
     """
 
     def __init__(
         self, first: Sequence[str], again: Callable[[Path], Sequence[str]], *, on_event: OnEvent | None = None,
-        tell: Callable[[str], None] = lambda text: None, to_stderr: bool = False,
+        tell: Callable[[str], None] = lambda text: None, to_stderr: bool = False, least_silence_s: float = LEAST_S,
     ):  # fmt: skip
         self.first, self.again, self.on_event, self.tell = first, again, on_event, tell
-        self.to_stderr = to_stderr
+        self.to_stderr, self._least_silence_s = to_stderr, least_silence_s
         self.folder: Path | None = None
         self.stop_code: int | None = None
+        self._asked: int | None = None  # a signal that came while the worker was being started
+        self._patience = Patience(least_silence_s)
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -138,11 +145,13 @@ class Supervisor:
         restarts: Restarts | None = None
         command = self.first
         with self._signals():
-            while True:
+            while self.stop_code is None:
                 kills = oom_kills()
                 code, heard = self._work(command)
                 self.folder = heard.folder or self.folder
                 death = diagnose(code, heard.text, kills, oom_kills(), wants_restart=code == EXIT_RESTART)
+                if heard.hung_s is not None:
+                    death = Death(f"it hung: no sign of life for {format_duration(heard.hung_s)}")
                 if self.stop_code is not None:
                     return self.stop_code if code < 0 else code
                 if heard.status is not None and code < 0:  # killed after it had told its end
@@ -154,6 +163,7 @@ class Supervisor:
                 restarts = restarts or Restarts(self.folder)
                 self.tell(restarts.next(death, code, heard.step))
                 command = self.again(self.folder)
+        return self.stop_code  # asked for while there was no worker to pass it on to
 
     def _too_early(self, code: int, death: Death) -> int:
         if code >= 0:
@@ -179,6 +189,10 @@ class Supervisor:
             for descriptor in (lifeline, status_end, errors_end):
                 os.close(descriptor)
         heard = _Heard()
+        self._patience = Patience(self._least_silence_s)
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self._send(asked)
         try:
             self._listen(status, errors, heard)
             return self._process.wait(), heard
@@ -195,7 +209,10 @@ class Supervisor:
             selector.register(status, selectors.EVENT_READ)
             selector.register(errors, selectors.EVENT_READ)
             while status in selector.get_map() or self._process.poll() is None:
-                wait_s = None if status in selector.get_map() else 0.05
+                self._end_if_hung(heard)
+                left_s = self._patience.left_s
+                patient_s = None if left_s is None else min(max(left_s, _POLL_S), _LOOK_S)
+                wait_s = patient_s if status in selector.get_map() else _POLL_S
                 for key, _ in selector.select(wait_s):
                     data = _read(key.fd)
                     if not data:
@@ -215,16 +232,36 @@ class Supervisor:
     def _hear(self, line: bytes, heard: _Heard) -> None:
         event = json.loads(line)
         kind = event.get("event")
+        self._patience.hear(event)
         if kind == "folder":
             heard.folder = Path(event["run_folder"])
-        elif kind == "start":
-            heard.started = True
         elif kind == "end":
             heard.status = event.get("status")
         elif kind == "step":
             heard.step = int(event["step"])
-        if self.on_event is not None:
+        if self.on_event is not None and kind != BEAT:
             self.on_event(event)
+
+    def _end_if_hung(self, heard: _Heard) -> None:
+        """Kill a worker that has been silent for too long: one that hangs saves nothing any more."""
+        left_s = self._patience.left_s
+        if left_s is None or left_s > 0 or heard.hung_s is not None:
+            return
+        if self._is_stopped():
+            self._patience.forgive()
+            return
+        heard.hung_s = self._patience.silent_s
+        self._send(signal.SIGKILL)
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody has stopped the worker (`kill -STOP`, a debugger)."""
+        import psutil
+
+        assert self._process is not None
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self._process.pid).status() in (psutil.STATUS_STOPPED,
+                                                                      psutil.STATUS_TRACING_STOP))
+        return False
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -245,12 +282,15 @@ class Supervisor:
 
     def _forward(self, number: int, frame: Any) -> None:
         self.stop_code = _STOPS[signal.Signals(number).name]
+        if self._process is None:
+            self._asked = number
         self._send(number)
 
     def _pause(self, number: int, frame: Any) -> None:
         """Ctrl-Z: the worker stops, then this process; both go on together."""
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
+        self._patience.forgive()
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:

@@ -84,7 +84,7 @@ def _attempt(active: Run, resumed: bool) -> str:
 def _load(active: Run, meter: Meter) -> tuple[Engine, dict[str, Any]]:
     """The filled engine, and the peaks of loading it."""
     try:
-        built = sessions.load_model(active.session, active.plan, on_weight=lambda name: active.stop.check(),
+        built = sessions.load_model(active.session, active.plan, on_weight=lambda name: _weight_read(active),
                                     group=active.group)  # fmt: skip
         loaded = meter.peaks()
         return sessions.make_engine(built, active.plan, active.group), loaded
@@ -94,6 +94,11 @@ def _load(active: Run, meter: Meter) -> tuple[Engine, dict[str, Any]]:
             raise
     replan(active, failure, "load")
     raise Restart(failure, is_whole=False)
+
+
+def _weight_read(active: Run) -> None:
+    active.pulse()
+    active.stop.check()
 
 
 def _steps(active: Run, engine: Engine, meter: Meter) -> str:
@@ -143,6 +148,8 @@ def _keep_result(active: Run, engine: Engine, meter: Meter) -> None:
 
 def _write_result(active: Run, engine: Engine) -> None:
     """The first rank writes; where the state is sharded the others take part in gathering it."""
+    if active.plan.adapter is None:
+        active.pulse.expect_write(4 * engine.built.num_parameters())
     if active.group.is_leader:
         write_result(active.folder, active.session, active.plan, engine)
     else:
@@ -259,6 +266,7 @@ def _step(active: Run, engine: Engine, meter: Meter, first: bool, looking: watch
                        num_steps=active.num_steps)  # fmt: skip
 
     def observe(part: str, index: int) -> None:
+        active.pulse()
         before_update(active, part)
         if part != "optimizer":
             active.stop.check_step(clock, active.step_s)
@@ -369,6 +377,7 @@ def save(active: Run, engine: Engine, meter: Meter, *, at_once: bool = False) ->
 def _state(active: Run, engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors, values = engine.state()
     tensors |= {f"rng|{name}": state for name, state in generators(engine.built.device).items()}
+    active.pulse.expect_write(sum(t.numel() * t.element_size() for t in tensors.values()))
     template = active.session.data.template
     date = template.date.isoformat() if template is not None and template.date is not None else None
     return tensors, values | {"data": active.fingerprint, "date": date}

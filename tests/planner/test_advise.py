@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fitune import recipe as recipes
-from fitune.catalog import clouds, gpus
+from fitune.catalog import clouds, gpus, models
 from fitune.errors import UserError
 from fitune.memory import shipped
 from fitune.planner import advise, costs
@@ -106,6 +106,18 @@ def test_exchange_grows_with_what_is_trained(answer):
     decoder = decoder_of(shipped.catalog_config(MODEL).shape)
     seconds = advise.exchange_s(card.plan, card.gpu, 2, decoder)
     assert seconds == pytest.approx(41.94e6 * 4 / (card.gpu.link_bytes_per_s * 0.7), rel=0.01)
+
+
+def test_streamed_weights_need_ram(answer):
+    """8B in bf16: 6.98 billion weights in 32 layers; with 8 layers kept on the card 24 of 32 wait in RAM."""
+    from fitune.speed.shape import decoder_of
+
+    decoder = decoder_of(shipped.catalog_config(MODEL).shape)
+    plan = row(answer, "rtx-4090").plan.with_(base_format="bf16", stream_from="pinned", resident_layers=8)
+    assert advise.ram_bytes(plan, decoder) == pytest.approx(6.98e9 * 2 * 24 / 32, rel=0.01)
+    assert advise.ram_bytes(plan.with_(stream_from="none"), decoder) == 0
+    notes = advise.card_notes(gpus.find("4090")[0], 1, 1, advise.ram_bytes(plan, decoder))
+    assert notes == ("streamed weights: about 9.75 GiB of RAM",)
 
 
 # ---- money -----------------------------------------------------------------------------------------------------------
@@ -214,15 +226,16 @@ def flops_hours(params: float, tokens: float, recomputed: float, tflops: float) 
 
 def test_7b_lora_on_5k_alpaca_records(tmp_path: Path):
     """5,000 records of 105 + 205 estimated tokens: 200 are held out, 4,800 make 600 steps of 8 and 1.488 M tokens."""
-    found = advise.advise(recipe(data=str(alpaca(tmp_path, 5000)), method="lora", seq_len=1024))
+    shape = next(s for s in map(models.find, ("Qwen/Qwen2.5-7B", MODEL)) if shipped.catalog_config(s.id) is not None)
+    found = advise.advise(recipe(model=shape.id, data=str(alpaca(tmp_path, 5000)), method="lora", seq_len=1024))
     assert (found.job.steps, found.job.tokens, found.job.eval_tokens) == (600, 4800 * 310, 200 * 310)
     card = row(found, "rtx-4090")
     by_hand(card, "RunPod", 0.69, 600, evaluated=200 * 310)  # recalled: shown with a question mark
     by_hand(card, "Vast.ai", 0.40, 600, evaluated=200 * 310)
     assert (card.best.offer.provider, card.best.per_hour) == ("Vast.ai", 0.40)
     assert [r.firm for r in card.rentals if r.offer.provider == "RunPod"] == [False]
-    share = card.plan.recompute_layers / 32
-    assert 0.5 < card.hours[1] / flops_hours(8.03e9, 1.488e6 + 4 * 62e3 / 3, share, 165.2) < 2.5
+    share = card.plan.recompute_layers / card.plan.num_layers
+    assert 0.5 < card.hours[1] / flops_hours(shape.params_total, 1.488e6 + 4 * 62e3 / 3, share, 165.2) < 2.5
     assert row(found, "h100-sxm").hours[1] < card.hours[1]
 
 

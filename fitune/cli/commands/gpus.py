@@ -114,7 +114,7 @@ def _advise(
     if tokens is not None and recipe.data is not None:
         raise UserError("--tokens and --data contradict each other", "both say how long the job is",
                         "leave one of them out")  # fmt: skip
-    advice = advise(recipe, tokens=tokens, max_cost=max_cost, max_hours=max_hours, prices=table)
+    advice = advise(recipe, tokens=tokens, max_cost=max_cost, max_hours=max_hours, prices=table, tell=_tell)
     if as_json:
         print_json(advice.as_dict())
     else:
@@ -122,6 +122,10 @@ def _advise(
 
         show_advice(console(), advice, lang, top)
     return EXIT_DONE if advice.within else EXIT_DOES_NOT_FIT
+
+
+def _tell(sentence: str) -> None:
+    click.echo(sentence, err=True)
 
 
 # ---- the catalog -----------------------------------------------------------------------------------------------------

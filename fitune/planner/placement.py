@@ -1,0 +1,182 @@
+"""Plans whose frozen weights or layer inputs wait outside the card: which there are, and what they need.
+
+A step under such a plan allocates what the resident one does, less the streamed layers' weights, plus the ring of
+buffers they pass through; less the saved inputs, plus two of them. `terms_of` takes that sum. It leaves out what the
+allocator's rounding and fragmentation add (`UNTRACED_SHARE`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fitune.memory.replay import LayerParts, Part, PassParts, StepTerms
+from fitune.plan import Plan
+from fitune.planner.ladder import TermsOf
+
+if TYPE_CHECKING:
+    from fitune.planner.make import PlanContext
+
+UNTRACED_SHARE = 0.03
+"""Share of the budget left free where a step is summed up instead of replayed on the allocator's model."""
+GRANULE = 512  # of the ring's buffers and of the tensors in them (fitune.engine.ring, fitune.model.streamed)
+LEVELS = (0.0, 0.25, 0.5, 0.75)  # shares of the layers whose weights stay on the card
+# The process itself beside a card, with what it imports and the driver's host memory: 1.38 to 1.48 GiB resident on an
+# H200 machine (torch 2.11, 2026-11-30, benchmarks/results/h200-matrix-2026-11-30.json: full runs, no host tables).
+PROCESS_BYTES = 1536 * 2**20
+
+
+def is_placed(plan: Plan) -> bool:
+    """Whether something of the plan's step waits outside the card."""
+    return bool(plan.streamed_layers()) or plan.offload_inputs or plan.head_place == "host"
+
+
+# ---- which there are -------------------------------------------------------------------------------------------------
+
+
+def drafts(draft: Plan) -> Iterator[Plan]:
+    """The drafts beside the resident one, easiest first: saved inputs in host memory; then frozen weights streamed,
+    some layers or all of them, one micro-batch after the other or all through a layer before the next."""
+    if draft.device != "cuda":
+        return
+    yield draft.with_(offload_inputs=True)
+    if draft.method != "lora":
+        return
+    levels = sorted({int(share * draft.num_layers) for share in LEVELS}, reverse=True)
+    for resident in levels:
+        for order in ("micro-batch-major", "layer-major"):
+            for offload in (False, True):
+                yield draft.with_(stream_from="pinned", resident_layers=resident, accumulation_order=order,
+                                  offload_inputs=offload)  # fmt: skip
+
+
+# ---- what they need on the card --------------------------------------------------------------------------------------
+
+
+def terms_of(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
+    """Terms of a draft's step at (rows, columns, loss chunk); of one whose accumulation is layer-major those of all
+    `num_rows` rows of an optimizer step together."""
+    resident = draft.with_(
+        stream_from="none", resident_layers=None, offload_inputs=False, accumulation_order="micro-batch-major"
+    )
+    of_resident: TermsOf = context.tracer(resident).terms
+    if not is_placed(draft):
+        return of_resident
+
+    def placed(rows: int, columns: int, chunk: int) -> StepTerms:
+        terms = of_resident(rows, columns, chunk)
+        room = terms.first_pass.first.stash.delta_bytes
+        if draft.accumulation_order == "layer-major":
+            terms = layer_major(terms, -(-num_rows // rows))
+        if draft.offload_inputs:
+            terms = offloaded(terms, room)
+        return streamed(terms, draft)
+
+    return placed
+
+
+def streamed(terms: StepTerms, plan: Plan) -> StepTerms:
+    """Without the streamed layers' frozen weights, with the ring that they pass through."""
+    indices = set(plan.streamed_layers())
+    if not indices:
+        return terms
+
+    def frozen(kind: str) -> int:
+        layer = terms.layers[kind]
+        return layer.weight_bytes - layer.trained_bytes
+
+    kinds = tuple(f"{kind}, streamed" if i in indices else kind for i, kind in enumerate(terms.kinds))
+    renamed = {f"{kind}, streamed": kind for i, kind in enumerate(terms.kinds) if i in indices}
+    layers = dict(terms.layers) | {
+        name: replace(terms.layers[kind], weight_bytes=terms.layers[kind].trained_bytes)
+        for name, kind in renamed.items()
+    }  # fmt: skip
+
+    def known(parts: PassParts) -> PassParts:
+        extra = {name: parts.kinds[kind] for name, kind in renamed.items() if kind in parts.kinds}
+        return replace(parts, kinds=parts.kinds | extra)
+
+    buffer = -(-max(frozen(kind) for kind in renamed.values()) // GRANULE) * GRANULE
+    return replace(
+        terms, kinds=kinds, layers=layers, first_pass=known(terms.first_pass), later_pass=known(terms.later_pass),
+        other_weight_bytes=terms.other_weight_bytes + plan.ring_buffers * buffer,
+    )  # fmt: skip
+
+
+def streamed_bytes(terms: StepTerms, plan: Plan) -> int:
+    """Frozen weights that wait outside. `terms`: of the same model, streamed or not."""
+    kinds = [terms.kinds[i].removesuffix(", streamed") for i in plan.streamed_layers()]
+    return sum(terms.layers[kind].weight_bytes - terms.layers[kind].trained_bytes for kind in kinds)
+
+
+def offloaded(terms: StepTerms, input_bytes: int) -> StepTerms:
+    """With saved inputs, of `input_bytes` each, in host memory: no room for each, but two on the card (while forward
+    one leaves as its layer runs; while backward one is used and one fetched). The first layer's part holds them."""
+
+    def without(layer: LayerParts, buffers: int) -> LayerParts:
+        """A recomputed layer's backward pass used to end with its saved input's room, which is not there now."""
+        room = layer.stash.delta_bytes
+        forward, backward = layer.recompute
+        again = forward, Part(backward.peak_bytes, backward.delta_bytes + room)
+        return LayerParts(Part(buffers * input_bytes, buffers * input_bytes), again, layer.keep)
+
+    def changed(parts: PassParts) -> PassParts:
+        kinds = {kind: without(layer, 0) for kind, layer in parts.kinds.items()}
+        return replace(parts, first=without(parts.first, 2), kinds=kinds)
+
+    return replace(terms, first_pass=changed(terms.first_pass), later_pass=changed(terms.later_pass))
+
+
+def layer_major(terms: StepTerms, num_micro_batches: int) -> StepTerms:
+    """All micro-batches through a layer before the next: what one leaves behind is there as often, and only the first
+    of them meets no gradients."""
+    first, later = terms.first_pass, terms.later_pass
+    count = num_micro_batches
+
+    def both(one: Part, other: Part) -> Part:
+        """`one`, then `other` for each further micro-batch."""
+        if count == 1:
+            return one
+        further = other.peak_bytes + max(0, (count - 2) * other.delta_bytes)
+        return Part(max(one.peak_bytes, one.delta_bytes + further), one.delta_bytes + (count - 1) * other.delta_bytes)
+
+    def layer(a: LayerParts, b: LayerParts) -> LayerParts:
+        return LayerParts(
+            both(a.stash, b.stash),
+            (both(a.recompute[0], b.recompute[0]), both(a.recompute[1], b.recompute[1])),
+            (both(a.keep[0], b.keep[0]), both(a.keep[1], b.keep[1])),
+        )
+
+    together = PassParts(
+        embed=both(first.embed, first.embed),
+        first=layer(first.first, later.first),
+        kinds={kind: layer(parts, later.kinds[kind]) for kind, parts in first.kinds.items()},
+        tail_after_recompute=both(first.tail_after_recompute, later.tail_after_recompute),
+        tail_after_keep=both(first.tail_after_keep, later.tail_after_keep),
+        embed_backward=both(first.embed_backward, later.embed_backward),
+    )
+    return replace(terms, first_pass=together, later_pass=together)
+
+
+# ---- what they need of the host --------------------------------------------------------------------------------------
+
+
+def settled(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> Plan | None:
+    """The plan with its weights in the fastest place of the host that has room for them: pinned RAM, pageable RAM,
+    the disk. None where not even what has to be in RAM has room."""
+    target, config = context.target, context.config
+    element = {"fp32": 4}.get(plan.precision, 2)
+    rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
+    inputs = plan.recompute_layers * rows * width * config.hidden_size * element if plan.offload_inputs else 0
+    table = config.vocab_size * config.hidden_size * element if plan.embedding_place == "host" else 0
+    always = PROCESS_BYTES + table + inputs
+    weights = streamed_bytes(terms, plan)
+    if always > target.ram_bytes or inputs > target.pinned_bytes:
+        return None
+    if not weights:
+        return plan
+    if always + weights > target.ram_bytes:
+        fits = target.disk_bytes is None or weights <= target.disk_bytes
+        return plan.with_(stream_from="disk") if fits else None
+    return plan.with_(stream_from="pinned" if inputs + weights <= target.pinned_bytes else "pageable")

@@ -1,0 +1,93 @@
+"""The planner's sentences are translated: those of real plans of many kinds, and what would fit where nothing does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from fitune import recipe as recipes
+from fitune.cli import render, render_plan
+from fitune.cli.sentences import _TABLE, duration, translated
+from fitune.planner import make_plan, nofit
+
+MODEL = "meta-llama/Llama-3.1-8B"
+JOBS = [
+    dict(gpu="rtx3080"),
+    dict(gpu="rtx4090", method="lora", precision="bf16", optimizer="adamw8bit", packing=True),
+    dict(gpu="t4", method="qlora", micro_batch=1, recompute="all"),
+    dict(gpu="a100", seq_len=262144, method="qlora"),
+    dict(gpu="h100", method="full"),
+    dict(gpu="rtx3080", method="lora", micro_batch=8, vram=9),
+    dict(gpu="rtx3080", vram=99, ram=64),
+    dict(model="random:meta-llama/Llama-3.1-8B", gpu="rtx3080:2"),
+]
+# What reads the same in both languages: names of kernels, optimizers and formats.
+NAMES = {"flash", "efficient", "adamw", "adamw8bit", "bf16", "fp16", "int8", "nf4", "fp4"}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return [make_plan(recipes.build({"model": MODEL, **job}), detailed=i < 2).as_dict() for i, job in enumerate(JOBS)]
+
+
+def is_chinese(text: str) -> bool:
+    reads_alike = re.fullmatch(r"[\d /]+|(Lo|Do)RA r=[^ ]+", text)
+    return text in NAMES or bool(re.search(r"[\u4e00-\u9fff]", text)) or bool(reads_alike)
+
+
+def test_every_sentence_is_translated(plans):
+    missing = set()
+    for result in plans:
+        said = [text for r in result["reasons"] for text in (r["decision"], str(r["value"]), r["why"])]
+        said += [*result["notes"], *(offer["change"] for offer in result["nearest_fits"])]
+        missing |= {text for text in said if not is_chinese(translated(text, "zh"))}
+    assert not missing, "no Chinese in fitune/cli/sentences.py for:\n" + "\n".join(sorted(missing))
+
+
+def test_light_optimizers_are_translated():
+    for what in nofit.LIGHT_OPTIMIZERS.values():
+        assert translated(f"another optimizer: {what}", "zh").startswith("换优化器：")
+        assert is_chinese(translated(what, "zh"))
+
+
+def test_gaps_are_filled():
+    assert translated("21 of 32 layers", "zh") == "32 层中的 21 层"
+    assert translated("bf16 needs at least 15.60 GiB and tensors have 8.57 GiB of 9.70 GiB", "zh") == (
+        "bf16 至少需要 15.60 GiB，而 9.70 GiB 中可用于张量的只有 8.57 GiB"
+    )
+    assert translated("a sentence that nobody wrote", "zh") == "a sentence that nobody wrote"
+    assert translated("you asked for it", "en") == "you asked for it"
+
+
+def test_gaps_have_the_same_names():
+    for english, chinese in _TABLE:
+        assert set(re.findall(r"{(\w+)}", chinese)) <= set(re.findall(r"{(\w+)}", english)), english
+        assert re.search(r"[\u4e00-\u9fff]|，", chinese) or "/" in chinese, english
+
+
+def test_durations():
+    assert [duration(text, "zh") for text in ("4.2 s", "3 min 20 s", "1 h 05 min")] == [
+        "4.2 秒", "3 分 20 秒", "1 小时 05 分",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_chinese_plan_fits_the_terminal(plans, width: int):
+    for result in plans:
+        console = Console(width=width, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+        render_plan.show_plan(console, result, "zh")
+        lines = console.export_text().splitlines()
+        assert max(map(cell_len, lines)) <= width
+        assert ("可以放入" if result["fits"] else "放不进") in lines[0]
+
+
+def test_english_is_as_it_was(plans):
+    texts = []
+    for show in (render.show_plan, render_plan.show_plan):
+        console = Console(width=100, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+        show(console, plans[0])
+        texts.append(console.export_text())
+    assert texts[0] == texts[1]

@@ -501,7 +501,9 @@ def train(job: dict[str, Any]) -> dict[str, Any] | None:
     if me != 0:
         return None
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    plans = [json.loads(path.read_text()) for path in sorted(folder.glob("plan*.json"))]
+    plans = [
+        json.loads(path.read_text()) for path in sorted(folder.glob("plan*.json"), key=lambda p: (len(p.name), p.name))
+    ]
     return {"name": job["name"], "status": result.status,
             "losses": [e["loss"] for e in events if e["event"] == "step"],
             "replans": [e["change"] for e in events if e["event"] == "replan"],

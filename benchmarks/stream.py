@@ -34,6 +34,12 @@ MAJOR = dict(accumulation_order="layer-major")
 _ALL = dict(recompute="all")
 _8B = dict(model=LLAMA, method="qlora", seq_len=2048, **_ALL)
 _BF16 = _8B | dict(method="lora")
+# masters and state of adapters in host memory, updated there
+LEAST = LEANEST | dict(optimizer_place="host", mlp_tiles=8, loss_chunk=256)
+# full fine-tuning: 16 micro-batches of 2,048 tokens pass a layer together
+_FULL = _8B | dict(method="full", batch=16, micro_batch=1, optimizer="adamw8bit")
+_FULL_3B = _FULL | dict(model="random:meta-llama/Llama-3.2-3B", optimizer="adamw")
+FULL_RING = dict(**RING, **MAJOR, offload_inputs=True, loss_chunk=256)
 
 
 def _case(
@@ -61,8 +67,27 @@ CASES: dict[str, dict[str, Any]] = {
         _BF16 | dict(batch=1, optimizer="adamw8bit"), "8b-nf4-1x2048-resident", **LEANEST
     ),
 }  # fmt: skip
-FIRST = (*CASES, "equality")
+CASES |= {
+    "8b-nf4-1x2048-least": _case(_8B | dict(batch=1), "8b-nf4-1x2048-resident", **LEAST),
+    "8b-full-16x2048-resident": _case(_FULL),
+    "8b-full-16x2048-streamed-8bit": _case(
+        _FULL, "8b-full-16x2048-resident", **FULL_RING, optimizer_place="streamed"
+    ),
+}  # fmt: skip
+FIRST = (*CASES, "equality", "equality-full")
 MORE: dict[str, dict[str, Any]] = {
+    "3b-full-16x2048-resident": _case(_FULL_3B),
+    "3b-full-16x2048-host-fp32": _case(_FULL_3B, "3b-full-16x2048-resident", **FULL_RING, optimizer_place="host"),
+    "3b-full-16x2048-streamed-fp32": _case(
+        _FULL_3B, "3b-full-16x2048-resident", **FULL_RING, optimizer_place="streamed"
+    ),
+    "3b-full-16x2048-host-fp32-unclipped": _case(
+        _FULL_3B | dict(clip=0), "3b-full-16x2048-resident", **FULL_RING, optimizer_place="host"
+    ),
+    "8b-nf4-1x2048-least-streamed-8bit": _case(
+        _8B | dict(batch=1, optimizer="adamw8bit"), "8b-nf4-1x2048-resident",
+        **LEAST | dict(optimizer_place="streamed"),
+    ),
     "8b-nf4-1x2048-ring-3": _case(_8B | dict(batch=1), "8b-nf4-1x2048-resident", **RING | dict(ring_buffers=3)),
     "8b-nf4-1x2048-half-resident": _case(
         _8B | dict(batch=1), "8b-nf4-1x2048-resident", **RING | dict(resident_layers=16)
@@ -149,7 +174,8 @@ def _forked(name: str, steps: int) -> dict[str, Any]:
 
 def _work(name: str, steps: int, send: Any) -> None:
     try:
-        send.send(equality() if name == "equality" else measure(name, steps))
+        whole = {"equality": equality, "equality-full": equality_full}
+        send.send(whole[name]() if name in whole else measure(name, steps))
     except Exception as error:  # noqa: BLE001  (a failed case is recorded, and the next one runs)
         text = traceback.format_exc()[-3000:]
         send.send({"name": name, "error": f"{type(error).__name__}: {error}", "traceback": text})
@@ -220,7 +246,8 @@ def measure(name: str, steps: int) -> dict[str, Any]:
         **gpu_records._header(name),
         "model": plan.model,
         "job": {"batch": plan.batch, "micro_batch": plan.micro_batch, "seq_len": plan.seq_len,
-                "num_layers": plan.num_layers, "lora_r": plan.adapter.r, "lora_targets": list(plan.adapter.targets)},
+                "num_layers": plan.num_layers, "lora_r": plan.adapter.r if plan.adapter else None,
+                "lora_targets": list(plan.adapter.targets) if plan.adapter else None},
         "recipe": recipe.as_dict(),
         "plan": plan.with_(predicted={}, reasons=()).as_dict(),
         "cap_bytes": None,
@@ -307,29 +334,73 @@ def equality() -> dict[str, Any]:
     return {**gpu_records._header("equality"), "differences": found}
 
 
-def _steps(base: str, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    import gc
+def equality_full() -> dict[str, Any]:
+    """Masters after three clipped updates of full fine-tuning (two layers of the 3B shape), in host memory against on
+    the device: within fp32 rounding with fp32 state; 8-bit state against its own on the device."""
+    import torch
 
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    found = {}
+    for optimizer in ("adamw", "adamw8bit"):
+        resident = _masters(optimizer, {})
+        for place in ("host", "streamed"):
+            other = _masters(optimizer, FULL_RING | dict(optimizer_place=place))
+            found[f"{optimizer}, {place}"] = _difference(resident, other)
+        found[f"{optimizer}, twice the same"] = _difference(resident, _masters(optimizer, {}))
+    return {**gpu_records._header("equality-full"), "differences": found}
+
+
+def _masters(optimizer: str, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Losses of three steps, and how far every master has moved in them."""
+    engine, recipe, plan = _small(_FULL_3B | dict(optimizer=optimizer, batch=4, seq_len=512), changes, layers=2)
+    before = {name: tensor.clone() for name, tensor in engine.trained_tensors().items()}
+    losses = []
+    for step in range(3):
+        batches = gpu_records._batches(recipe, plan, step, engine.built.model.config.vocab_size)
+        losses.append(engine.step(batches, step=step, lr=1e-4).loss)
+    moved = {f"0|{name}": tensor - before[name] for name, tensor in engine.trained_tensors().items()}
+    _let_go(engine)
+    return losses, moved
+
+
+def _small(recipe: dict[str, Any], changes: dict[str, Any], layers: int) -> tuple[Any, Any, Any]:
+    """(engine, recipe, plan) of some layers of a shape."""
     import torch
 
     from fitune.engine.engine import Engine
     from fitune.model.build import add_adapter, build, fill, weights_to_read
     from fitune.model.source import resolve
 
-    layers = 4
-    recipe, plan = _plan({"recipe": _BF16 | dict(batch=1, base_format=base, seq_len=1024), "changes": {}})
+    made, plan = _plan({"recipe": recipe, "changes": {}})
     plan = plan.with_(num_layers=layers, recompute_layers=layers).with_(**changes)
-    source = resolve(recipe.model, weights=True)
+    source = resolve(made.model, weights=True)
     source.config.num_hidden_layers = layers
     built = build(source.config, plan, "cuda")
     fill(built, source.iter_weights(weights_to_read(built), device=torch.device("cuda")), plan)
     add_adapter(built, plan)
-    found = _caught(Engine(built, plan), recipe, plan)
-    if built.streamed is not None:
-        built.source.close()
-    del built
+    return Engine(built, plan), made, plan
+
+
+def _let_go(engine: Any) -> None:
+    """Before the next model is made."""
+    import gc
+
+    import torch
+
+    if engine.built.streamed is not None:
+        engine.built.source.close()
+    engine.driver.ready = None
+    del engine
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _steps(base: str, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    recipe = _BF16 | dict(batch=1, base_format=base, seq_len=1024)
+    engine, made, plan = _small(recipe, changes, layers=4)
+    found = _caught(engine, made, plan)
+    _let_go(engine)
     return found
 
 

@@ -28,6 +28,9 @@ except ImportError:  # Windows has no flock; leftovers are then taken to be unus
     fcntl = None  # type: ignore[assignment]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+# Windows would else put a carriage return before every line feed; `fsync` there wants a file that is open for writing.
+BINARY: int = getattr(os, "O_BINARY", 0)
+_TO_SYNC = os.O_RDONLY if os.name == "posix" else os.O_RDWR | BINARY
 _LARGEST_WRITE = 64 << 20  # bytes a call: a signal is answered in between
 _TEMP = "fitune-tmp"
 _OLD = "fitune-old"
@@ -135,6 +138,19 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder so that nothing half-removed has its name when the process is killed meanwhile.
+
+    What cannot be removed stays.
+    """
+    going = _sibling(path, _TEMP)  # a leftover, should the rest not happen: the next write here removes it
+    try:
+        os.rename(path, going)
+    except OSError:  # no room for another name
+        going = path
+    shutil.rmtree(going, ignore_errors=True)
+
+
 def write_out(descriptor: int, data: Buffer) -> None:
     """All of `data` into an open file. What fitune writes by itself goes through here: the one place where a test can
     make the disk full at any moment.
@@ -223,7 +239,7 @@ def _claim(target: Path, folder: bool) -> tuple[Path, int]:
             temp.mkdir()
             descriptor = os.open(temp, os.O_RDONLY) if fcntl is not None else -1
         else:
-            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
         # Another process may have swept it up between its birth and the lock.
         if descriptor < 0 or (try_lock(descriptor) and temp.exists()):
             return temp, descriptor
@@ -282,7 +298,7 @@ def _about_writing(error: BaseException, temp: Path) -> bool:
 def _sync_tree(folder: Path) -> None:
     for base, _, names in os.walk(folder):
         for name in names:
-            descriptor = os.open(os.path.join(base, name), os.O_RDONLY)
+            descriptor = os.open(os.path.join(base, name), _TO_SYNC)
             try:
                 os.fsync(descriptor)
             finally:

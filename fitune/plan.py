@@ -75,6 +75,7 @@ class Plan:
     ring_buffers: int = 2  # device buffers, each of the largest streamed layer's size
     head_place: str = "device"  # device | host: a frozen head crosses the link in vocabulary tiles
     offload_inputs: bool = False  # saved inputs of recomputed layers wait in host memory
+    optimizer_place: str = "device"  # device | host | streamed: masters and state; streamed: updated on the GPU
     mlp_tiles: int = 1  # pieces of tokens in which a recomputed layer's gated MLP runs
     parallel: str = "none"  # how several GPUs work together: none | ddp | streamed | fsdp2 | pp
     world_size: int = 1  # processes, each with a GPU of its own

@@ -39,10 +39,10 @@ def parse_size(text: str | float | int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``6.65 GiB``, ``312 MiB`` or ``17 KiB``, whichever reads best."""
-    if abs(num_bytes) >= GIB:
+    """``6.65 GiB``, ``312 MiB`` or ``17 KiB``, whichever reads best; never 1024 of a smaller unit."""
+    if abs(num_bytes) >= GIB - MIB / 2:
         return f"{num_bytes / GIB:.2f} GiB"
-    if abs(num_bytes) >= MIB:
+    if abs(num_bytes) >= MIB - KIB / 2:
         return f"{num_bytes / MIB:.0f} MiB"
     return f"{num_bytes / KIB:.0f} KiB"
 
@@ -56,9 +56,11 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``1 h 05 min``, ``3 min 20 s`` or ``4.2 s``."""
+    """``1 h 05 min``, ``3 min 20 s``, ``4.2 s`` or ``24 ms``."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     if seconds >= 60:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    if 0 < seconds < 0.0995:
+        return f"{max(1, round(seconds * 1000))} ms"
     return f"{seconds:.1f} s"

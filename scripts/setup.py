@@ -63,7 +63,10 @@ def nvidia_driver():
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=60,
+            check=True,
         ).stdout.decode()
     except (OSError, subprocess.SubprocessError):
         return None, []
@@ -95,8 +98,18 @@ def configured_index_has_cpu(pip, requirement):
 
     Returns False when the index does not answer either.
     """
-    command = [*pip, "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-",
-               "--use-feature=fast-deps", requirement]
+    command = [
+        *pip,
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+        "--quiet",
+        "--report",
+        "-",
+        "--use-feature=fast-deps",
+        requirement,
+    ]
     try:
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=REPORT_TIMEOUT_S)
         items = json.loads(answer.stdout.decode())["install"]
@@ -160,9 +173,11 @@ def cuda_arguments(requirement):
     if wheel == "cu128" and max(capabilities, default=(0, 0)) < (10, 0):
         wheel = "cu126"  # the pinned torch is newer than the last one built for CUDA 12.8
     if wheel not in ("cu126", "cu130"):
-        raise SetupError(f"NVIDIA driver {driver} is too old for {requirement}",
-                         "it has no build for a driver this old and this card",
-                         "update the driver to 580 or newer; or take the CPU build: TORCH=cpu make demo")
+        raise SetupError(
+            f"NVIDIA driver {driver} is too old for {requirement}",
+            "it has no build for a driver this old and this card",
+            "update the driver to 580 or newer; or take the CPU build: TORCH=cpu make demo",
+        )
     if wheel == "cu130" and platform.system() == "Linux":
         return []  # PyPI's own build
     return ["--index-url", f"{wheels().WHEELS}/{wheel}"]
@@ -221,10 +236,17 @@ def make_venv(venv):
         shutil.rmtree(venv)
     if os.path.isdir(venv) and os.listdir(venv):
         if not os.path.exists(os.path.join(venv, "pyvenv.cfg")):
-            raise SetupError(f"cannot use {venv}", "the folder exists and is not a virtual environment",
-                             "name another: make demo VENV=other-folder")
-        if subprocess.run([venv_python(venv), "-m", "pip", "--version"], stdout=subprocess.DEVNULL,
-                          stderr=subprocess.DEVNULL).returncode == 0:
+            raise SetupError(
+                f"cannot use {venv}",
+                "the folder exists and is not a virtual environment",
+                "name another: make demo VENV=other-folder",
+            )
+        if (
+            subprocess.run(
+                [venv_python(venv), "-m", "pip", "--version"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ).returncode
+            == 0
+        ):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(venv, STAMP))
             return
@@ -235,17 +257,21 @@ def make_venv(venv):
         file.write("set-up began and has not finished\n")
     result = subprocess.run([sys.executable, "-m", "venv", venv])
     if result.returncode != 0:
-        raise SetupError(f"cannot create a virtual environment with {sys.executable}",
-                         "`python -m venv` failed (its message is above)",
-                         "on Debian and Ubuntu: apt install python3-venv; then try again")
+        raise SetupError(
+            f"cannot create a virtual environment with {sys.executable}",
+            "`python -m venv` failed (its message is above)",
+            "on Debian and Ubuntu: apt install python3-venv; then try again",
+        )
 
 
 def pip_install(pip, *arguments):
     command = [*pip, "install", "--quiet", *arguments]
     if subprocess.run(command).returncode != 0:
-        raise SetupError("pip could not install what fitune needs",
-                         f"its message is above; the command was: {' '.join(command)}",
-                         "check the network and the free disk space, then run the same again")
+        raise SetupError(
+            "pip could not install what fitune needs",
+            f"its message is above; the command was: {' '.join(command)}",
+            "check the network and the free disk space, then run the same again",
+        )
 
 
 def install(venv, extras, gpu, wanted):
@@ -273,6 +299,7 @@ def locked(path):
     with open(path, "w") as file:
         if sys.platform == "win32":
             import msvcrt
+
             while True:
                 try:
                     msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
@@ -281,6 +308,7 @@ def locked(path):
                     time.sleep(1)
         else:
             import fcntl
+
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -322,9 +350,11 @@ def hand_over(arguments):
         path = shutil.which(name)
         if path and subprocess.run([path, "-c", "import venv"], stderr=subprocess.DEVNULL).returncode == 0:
             return subprocess.call([path, os.path.abspath(__file__), *arguments])
-    raise SetupError(f"fitune needs Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer",
-                     f"this is Python {platform.python_version()}, and no newer one is on the PATH",
-                     "install Python 3.12 (python.org, or your system's packages), then: make demo PYTHON=python3.12")
+    raise SetupError(
+        f"fitune needs Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer",
+        f"this is Python {platform.python_version()}, and no newer one is on the PATH",
+        "install Python 3.12 (python.org, or your system's packages), then: make demo PYTHON=python3.12",
+    )
 
 
 def main(arguments):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the parts of `docs/` that come from the code, so that they cannot drift from it.
 
-    python scripts/write_docs.py            writes docs/recipe.md and the tables of plan.md and run-folder.md
-    python scripts/write_docs.py --check    exit code 1 and the first difference, where one of them is out of date
+python scripts/write_docs.py            writes docs/recipe.md and the tables of plan.md and run-folder.md
+python scripts/write_docs.py --check    exit code 1 and the first difference, where one of them is out of date
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ its run folder as `recipe.yaml`.
 RECIPE_TAIL = """
 ## Not in the recipe
 
-`--resume RUN` continues a run with the recipe it has; `--supervise` (the default) trains in a process of its own that is
-started again when it is killed, `--no-supervise` in one, for debugging ([what a run survives](survive.md)); `--lang zh` writes the report in Chinese; `--json` prints one
-JSON value to stdout. `out` and the other settings of *Run* change nothing in a plan, so `fitune plan` has no options
-for them.
+`--resume RUN` continues a run with the recipe it has; `--supervise` (the default) trains in a process of its own that
+is started again when it is killed, `--no-supervise` in one, for debugging ([what a run survives](survive.md));
+`--lang zh` writes the report in Chinese; `--json` prints one JSON value to stdout. `out` and the other settings of
+*Run* change nothing in a plan, so `fitune plan` has no options for them.
 """
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +19,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# A developer's own calibration and traces change no test: an empty folder for the session, which xdist's workers and
+# the processes of tests inherit. The first process makes and removes it.
+if "FITUNE_TEST_FOLDER" not in os.environ:
+    os.environ["FITUNE_TEST_FOLDER"] = _made = tempfile.mkdtemp(prefix="fitune-tests-")
+    atexit.register(lambda owner: os.getpid() == owner and shutil.rmtree(_made, ignore_errors=True), os.getpid())
+os.environ["FITUNE_CALIBRATION"] = os.path.join(os.environ["FITUNE_TEST_FOLDER"], "calibration")
+os.environ["FITUNE_CACHE"] = os.path.join(os.environ["FITUNE_TEST_FOLDER"], "cache")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # present in some checkouts only

@@ -6,6 +6,7 @@ Text in a PNG is English whatever the language: pillow's own font has no Chinese
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def check_path(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise UserError(f"cannot write a chart to {path}", f"the folder {path.parent} does not exist",
                         "make the folder first, or name another place")  # fmt: skip
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"cannot write a chart to {path}", "its permissions do not allow it",
+                        "name another place")  # fmt: skip
     if path.suffix.lower() == ".png":
         try:
             import PIL  # noqa: F401

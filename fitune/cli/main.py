@@ -21,7 +21,7 @@ COMMANDS = {
     "export": "Write a run's adapter, or the merged model, to a folder.",
     "chat": "Talk to a trained run or a model.",
     "runs": "List the runs of a folder.",
-    "gpus": "Show this machine's GPUs and the catalog's.",
+    "gpus": "Show this machine's GPUs and the catalog's, or say which GPU does a job.",
     "calibrate": "Measure this machine's cards, link, memory and disk, for better plans.",
 }
 

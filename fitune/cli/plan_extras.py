@@ -46,7 +46,7 @@ def answer(
 
         context = whatif.context_of(recipe)
         plan = make_plan(recipe, config=context.config)
-        found["explain"] = [effect.as_dict() for effect in effects.effects(context, plan)]
+        found["explain"] = [effect.as_dict() for effect in effects.effects(context, plan.plan)]
     if what_if and recipe is not None:
         from fitune.planner import whatif
 

@@ -135,8 +135,11 @@ def pick_lines(advice: Advice, words: Words) -> Iterator[str]:
 
 def none_lines(advice: Advice, words: Words) -> Iterator[str]:
     """Why nothing does it, and what would."""
-    largest = advice.too_small[0]
     yield ""
+    if not advice.too_small:
+        yield words("left_out", cards=", ".join(advice.left_out))
+        return
+    largest = advice.too_small[0]
     yield words("none", gpu=largest.gpu.name, has=format_bytes(largest.budget_bytes),
                 need=format_bytes(min(card.needed_bytes for card in advice.too_small)))  # fmt: skip
     pool = pooled(advice)

@@ -35,6 +35,8 @@ def show_prediction(console: Console, result: Mapping[str, Any], lang: str = "en
             console.print(key_line)
     for line in elsewhere(result, words):
         console.print(line, markup=False, width=width)
+    if result.get("stack_phases"):
+        _section(console, words("stack_parts"), [stack_parts_table(result)])
     if result.get("timeline"):
         area = memory.step_area(result["timeline"], step_base(result), budget, width, words)
         _section(console, words("timeline"), area)
@@ -76,13 +78,19 @@ def verdict(result: Mapping[str, Any], words: Words) -> list[str]:
     lines.append(summary(plan))
     told = result.get("stack_settings")
     if told:
-        lines.append(", ".join(f"{name.replace('_', ' ')} {told[name]}" for name in STACK_SHOWN if told.get(name)))
+        shown = (f"{name.replace('_', ' ')} {_setting(name, told[name])}" for name in STACK_SHOWN if told.get(name))
+        lines.append(", ".join(shown))
     step_s = (result.get("predicted") or {}).get("step_s")
     if step_s is not None:
         rate = result["predicted"].get("tokens_per_s")
         tokens = f", {rate:,.0f} tokens/s" if rate else ""
         lines.append(words("step_time", step=format_duration(step_s)) + tokens)
     return lines
+
+
+def _setting(name: str, value: str) -> str:
+    """A setting of another tool in words; an optimizer's name is what that tool calls it."""
+    return value if name == "optimizer" else value.replace("_", " ")
 
 
 def _doubt(result: Mapping[str, Any], words: Words) -> str:
@@ -149,7 +157,7 @@ def peak_lines(result: Mapping[str, Any], words: Words, count: int = 4) -> list[
     timeline = result["timeline"]
     top = max(timeline, key=lambda moment: moment["bytes"])
     base = sum(step_base(result).values())
-    lines = [f"{words('highest')}: {format_bytes(top['bytes'] + base)}, {top['place']}"]
+    lines = [words("highest", size=format_bytes(top["bytes"] + base), place=top["place"])]
     largest: dict[str, tuple[int, str, str]] = {}
     for moment in timeline:
         for block in moment["largest"]:
@@ -158,6 +166,19 @@ def peak_lines(result: Mapping[str, Any], words: Words, count: int = 4) -> list[
                 largest[key] = (block["num_bytes"], block["label"], moment["place"])
     ordered = sorted(largest.values(), reverse=True)[:count]
     return lines + [f"  {label}: {format_bytes(size)}, {place}" for size, label, place in ordered]
+
+
+def stack_parts_table(result: Mapping[str, Any]) -> Table:
+    """What another tool allocates in each part of its run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right", no_wrap=True)
+    for part, size in result["stack_phases"].items():
+        table.add_row(Text(part), format_bytes(size))
+    return table
 
 
 def techniques_table(result: Mapping[str, Any], words: Words) -> Table:
@@ -181,6 +202,19 @@ def techniques_table(result: Mapping[str, Any], words: Words) -> Table:
     return table
 
 
+def _placed(plan: Mapping[str, Any], words: Words) -> Iterator[str]:
+    """What of a plan the card does not hold all the time."""
+    count = plan["num_layers"]
+    if plan["recompute_layers"]:
+        yield words("recomputed", n=plan["recompute_layers"], all=count)
+    if plan["stream_from"] != "none" and plan["resident_layers"] is not None:
+        yield words("streamed", n=count - plan["resident_layers"], all=count)
+    if plan["head_place"] == "host":
+        yield words("head_streamed")
+    if plan["offload_inputs"]:
+        yield words("inputs_offloaded")
+
+
 def fitting_lines(result: Mapping[str, Any], words: Words) -> Iterator[str]:
     """The plan that fits, or what else would, where the recipe itself does not."""
     if result["fits"]:
@@ -193,9 +227,7 @@ def fitting_lines(result: Mapping[str, Any], words: Words) -> Iterator[str]:
         size = f": {format_bytes(needed)}" if needed else ""
         title = words("fitting" if not result.get("stack") else "fitting_fitune")
         yield f"{title}{size}"
-        recomputed = plan["recompute_layers"]
-        more = f", {recomputed} of {plan['num_layers']} layers recomputed" if recomputed else ""
-        yield f"  {summary(plan)}{more}"
+        yield ", ".join((f"  {summary(plan)}", *_placed(plan, words)))
         return
     yield words("none_fits")
     for entry in result.get("nearest_fits") or []:

@@ -20,6 +20,8 @@ _TABLE: tuple[tuple[str, str], ...] = (
     ("optimizer", "优化器"),
     ("parallel", "并行"),
     ("streaming", "流式加载"),
+    ("layer inputs", "层输入"),
+    ("accumulation", "累积方式"),
     # values
     ("full", "全参数"),
     ("{kind} r={r}, alpha={alpha}, {targets}", "{kind} r={r}，alpha={alpha}，{targets}"),
@@ -33,7 +35,25 @@ _TABLE: tuple[tuple[str, str], ...] = (
     ("{n} of {all} layers", "{all} 层中的 {n} 层"),
     ("{n} of {all} (rows)", "{n} / {all}（行）"),
     ("{n} of {all}", "{n} / {all}"),
+    ("{n} of {all} layers from {place}", "{all} 层中的 {n} 层，来自{place}"),
+    ("pinned RAM", "锁页内存"),
+    ("pageable RAM", "可分页内存"),
+    ("the disk", "磁盘"),
+    ("layer by layer", "逐层"),
     # whys
+    ("{base} on the card", "{base} 全部放在显卡上"),
+    ("{n} % slower", "慢 {n} %"),
+    ("{n} % faster", "快 {n} %"),
+    ("as fast", "一样快"),
+    ("streamed it would be {how}", "若流式加载则{how}"),
+    ("with all weights on the card it would be {how}", "若权重全部放在显卡上则{how}"),
+    ("what they leave free is worth more", "腾出的显存更有用"),
+    ("the same mathematics", "数学上等价"),
+    ("saves {size} on the card", "在显卡上节省 {size}"),
+    ("they are copied while layers compute", "在各层计算时并行拷贝"),
+    ("all {n} micro-batches pass a layer before the next: its weights are copied once, not {most} times",
+     "{n} 个微批先都通过一层再进入下一层：其权重只拷贝一次，而不是 {most} 次"),
+    ("its fp32 state fits", "其 fp32 状态放得下"),
     ("you asked for it", "按你的要求"),
     ("you asked for it; the rest is accumulated", "按你的要求；其余用梯度累积"),
     ("you asked for full fine-tuning: every weight is trained", "你要求全参数微调：训练全部权重"),
@@ -116,7 +136,8 @@ _TABLE: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
-_NUMBERS = ("n", "all", "cut", "most", "seed")
+# What a gap may hold; others hold anything up to the next part of the sentence.
+_GAPS = dict.fromkeys(("n", "all", "cut", "most", "seed"), "[0-9]+") | {"source": ".+?"}
 
 
 @functools.cache
@@ -126,7 +147,7 @@ def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
     for english, chinese in sorted(_TABLE, key=lambda pair: -len(re.sub(r"{\w+}", "", pair[0]))):
         if "{" in english:
             gaps = r"\\{(\w+)\\}"
-            pattern = re.sub(gaps, lambda gap: f"(?P<{gap[1]}>{r'[0-9]+' if gap[1] in _NUMBERS else '.+?'})",
+            pattern = re.sub(gaps, lambda gap: f"(?P<{gap[1]}>{_GAPS.get(gap[1], '[^;]+?')})",
                              re.escape(english))  # fmt: skip
             made.append((re.compile(pattern), chinese))
     return tuple(made)
@@ -146,11 +167,10 @@ def translated(text: str, lang: str) -> str:
     for pattern, chinese in _patterns():
         found = pattern.fullmatch(text)
         if found:
-            gaps = {
-                name: _whole().get(value, value).replace(" and ", "、") for name, value in found.groupdict().items()
-            }
-            return chinese.format(**gaps)
-    return text
+            gaps = {name: translated(value, lang) for name, value in found.groupdict().items()}
+            return chinese.format(**{name: value.replace(" and ", "、") for name, value in gaps.items()})
+    first, semicolon, rest = text.partition("; ")
+    return f"{translated(first, lang)}；{translated(rest, lang)}" if semicolon else text
 
 
 def duration(text: str, lang: str) -> str:

@@ -163,8 +163,11 @@ def _check_file(path: Path) -> None:
             fix = f"did you mean {' or '.join(near)}?" if near else "check the name and the folder"
         raise UserError(f"cannot find the data file {path}", why, fix)
     if not path.is_file():
-        raise UserError(f"cannot read {path.name}", "it is not a regular file (a pipe or a device may never end)",
-                        "write its content to a file first")
+        raise UserError(
+            f"cannot read {path.name}",
+            "it is not a regular file (a pipe or a device may never end)",
+            "write its content to a file first",
+        )
     suffix = path.suffix.lower()
     if suffix in _READABLE:
         return

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fitune.data import limits
 from fitune.data.conversations import Conversation, Message
 from fitune.errors import UserError
 
@@ -34,6 +35,8 @@ INSTRUCTION = (
 # Sentinels: words no template writes by itself, so that finding one in the rendered text means that it was rendered.
 _SYSTEM, _USER, _ANSWER, _REASON, _TOOL, _RESULT = "zqsysqz", "zqusrqz", "zqansqz", "zqrsnqz", "zqtoolqz", "zqresqz"
 _TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+# What a template adds of its own (system prompts, tool instructions) and how often it may write what it is given.
+_OWN_CHARACTERS, _MOST_COPIES = 1 << 20, 64
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -83,23 +86,36 @@ class TemplateChoice:
 
         Raises:
             CannotRender: the template raises (its own words), or fails on the messages' shape.
+            UserError: it takes time or memory without end.
         """
         import jinja2
 
         shown = [{k: v for k, v in message.items() if k != "loss"} for message in messages]
         try:
-            return tokenizer.apply_chat_template(
-                shown,
-                tools=list(tools) if tools else None,
-                chat_template=self.dated or self.template,
-                add_generation_prompt=prompt,
-                tokenize=False,
-            )
+            with limits.bounded(limits.RENDER_CPU_S, limits.RENDER_BYTES):
+                text: str = tokenizer.apply_chat_template(
+                    shown,
+                    tools=list(tools) if tools else None,
+                    chat_template=self.dated or self.template,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
+                )
+        except limits.TooMuch as error:
+            raise _without_end(str(error)) from None
         # A template is a program: besides raising on purpose it fails as Python does on a shape it does not expect, or
         # meets the limits of the sandbox.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
-                RecursionError, MemoryError) as error:  # fmt: skip
+                RecursionError) as error:  # fmt: skip
             raise CannotRender(" ".join(str(error).split())[:200] or type(error).__name__) from None
+        given = len(str(shown)) + len(str(tools or ""))
+        if len(text) > _OWN_CHARACTERS + _MOST_COPIES * given:
+            raise _without_end(f"it makes {len(text):,} characters of {given:,}")
+        return text
+
+
+def _without_end(why: str) -> UserError:
+    return UserError("the model's chat template is broken or hostile", f"{why} for one conversation",
+                     "use a model and a tokenizer from a publisher you trust")  # fmt: skip
 
 
 @dataclass

@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, H hidden size, C tokens of a chunk, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,8 @@ class Driver:
     def __init__(self, built: Built):
         self.built = built
         self.weights = source_of(built)
+        self.ready: Callable[[int], None] = lambda part: None
+        """Called before a layer (-1: what is around the layers) computes."""
         self.tiled_head = built.host_head  # None: the tail runs on whole logits
         self.plain_logits = True  # the head's output is the model's, nothing comes after it
         self.returns_tuple = False
@@ -138,6 +140,7 @@ class Driver:
 
     def record(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """Embed a micro-batch. `input_ids`, `position_ids` [B, T]; returns (hidden [B, T, H], one call per layer)."""
+        self.ready(-1)
         self._dry(input_ids, position_ids)
         hidden, calls = self._inputs[0], self._calls
         self._inputs, self._calls = [], []
@@ -148,6 +151,7 @@ class Driver:
 
         `keep`: its activations are kept for a backward pass that comes after other layers' weights.
         """
+        self.ready(index)
         keeping: AbstractContextManager[None] = self.weights.keeping(index) if keep else nullcontext()
         with ExitStack() as stack:
             stack.enter_context(keeping)

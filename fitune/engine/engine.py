@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fitune.engine.batch import Batch, HostBatch, to_device
 from fitune.engine.driver import Driver
+from fitune.engine.host_masters import HostMasters
 from fitune.engine.inputs import OffloadedInputs
 from fitune.engine.link import LinkStats
-from fitune.engine.optimizers import build_optimizer, flatten_state, restore_state
+from fitune.engine.optimizers import Masters, build_optimizer, flatten_state, restore_state
+from fitune.engine.parts import ENDS, PartedOptimizer
+from fitune.engine.place import host_masters
 from fitune.engine.ranks import Alone
 from fitune.engine.ring import Ring
 from fitune.engine.step import Observer, evaluate, forward_backward, ignore, pass_idly
@@ -85,16 +89,33 @@ class Engine:
         trainable = built.trainable()
         if not trainable:
             raise UserError("nothing to train", "no parameter is trainable with these settings", "check --lora-targets")
-        self.masters = self.ranks.masters(built, trainable)
         self.names = list(trainable)
-        self.optimizer = build_optimizer(
-            plan.optimizer, list(self.masters.parameters()), lr=plan.lr, weight_decay=plan.weight_decay
-        )
+        self.in_host: HostMasters | None = None
+        self.masters, self.optimizer = self._masters_and_optimizer(trainable)
         self.scaler = LossScaler(plan.loss_scaling)
         self.updates = 0  # updates that were made
-        self.updating = False  # an update has begun: the step cannot be replayed any more
+        self._updating = False
         self.trains_embedding = self._trains(self.built.model.get_input_embeddings())
         self._parts = self._parameters_by_part()
+
+    def _masters_and_optimizer(self, trainable: dict[str, Any]) -> tuple[Masters, torch.optim.Optimizer]:
+        plan = self.plan
+        if plan.optimizer_place != "device":
+            self.in_host = host_masters(self.built, plan, trainable, alone=isinstance(self.ranks, Alone))
+            self.driver.ready = self.in_host.ready
+            return self.in_host, cast(torch.optim.Optimizer, self.in_host.optimizer)
+        masters = self.ranks.masters(self.built, trainable)
+        parameters = list(masters.parameters())
+        return masters, build_optimizer(plan.optimizer, parameters, lr=plan.lr, weight_decay=plan.weight_decay)
+
+    @property
+    def updating(self) -> bool:
+        """An update has begun (or failed in the middle): the step cannot be replayed any more."""
+        return self._updating or (self.in_host is not None and (self.in_host.touched or self.in_host.failed))
+
+    @updating.setter
+    def updating(self, value: bool) -> None:
+        self._updating = value
 
     def _trains(self, module: Any) -> bool:
         return any(p.requires_grad for p in module.parameters())
@@ -128,6 +149,8 @@ class Engine:
         batches = [to_device(h, self.built.device, dropout_seed=seed) for h in host_batches]
         groups = self._groups(batches)
         groups += [[]] * (num_passes - len(groups))
+        if self.in_host is not None:
+            self.in_host.begin(lr if self._updates_at_once() else None)
         while True:
             loss = self._accumulate(groups, self.scaler.scale / max(num_targets, 1), observe) / max(num_targets, 1)
             observe("optimizer", 0)
@@ -144,6 +167,8 @@ class Engine:
             if _finite(norm_value):
                 break
             if not self.scaler.enabled:
+                if self.in_host is not None and self.in_host.touched:
+                    raise _half_updated(step)
                 raise UserError(
                     f"the gradients are not finite at step {step + 1}",
                     f"their norm is {norm_value}",
@@ -151,7 +176,10 @@ class Engine:
                     EXIT_FAILED,
                 )
             self.scaler.shrink()
-            self.optimizer.zero_grad(set_to_none=True)
+            if self.in_host is not None:
+                self.in_host.forget()
+            else:
+                self.optimizer.zero_grad(set_to_none=True)
         self.updating = True
         self._update(lr, norm)
         self.updating = False
@@ -183,7 +211,8 @@ class Engine:
     def _accumulate(self, groups: list[list[Batch]], grad_scale: float, observe: Observer) -> torch.Tensor:
         self.ranks.begin(len(groups))
         loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
-        for group in groups:
+        for number, group in enumerate(groups):
+            is_last = number == len(groups) - 1
             loss += forward_backward(
                 self.driver,
                 group,
@@ -193,6 +222,7 @@ class Engine:
                 trains_embedding=self.trains_embedding,
                 observe=observe,
                 grads_ready=lambda part, index: self.masters.collect(self._parts.get((part, index), ())),
+                part_done=functools.partial(self._part_done, is_last),
                 offload=self._offload(),
                 mlp_tiles=self.plan.mlp_tiles,
             )
@@ -206,13 +236,34 @@ class Engine:
             self._inputs_in_host = OffloadedInputs(self.built.device)
         return self._inputs_in_host
 
+    def _updates_at_once(self) -> bool:
+        """Whether a layer can be updated before all gradients are there."""
+        return self.plan.clip <= 0 and not self.scaler.enabled
+
+    def _part_done(self, is_last: bool, part: str, index: int) -> None:
+        """Gradients of a part leave the device, where their masters are not there. What is around the layers is done
+        after the embedding."""
+        if self.in_host is not None:
+            self.in_host.send(index if part == "layer" else ENDS, last=is_last and part != "tail")
+
     def _unscaled_norm(self) -> torch.Tensor:
+        if self.in_host is not None:
+            return self.in_host.norm(self.scaler.scale)
         grads = [p.grad for p in self.masters.parameters() if p.grad is not None]
         if self.scaler.enabled:
             torch._foreach_mul_(grads, 1 / self.scaler.scale)
         return self.ranks.norm(grads)
 
     def _update(self, lr: float, norm: torch.Tensor) -> None:
+        if self.in_host is not None:
+            factors = [1 / self.scaler.scale] if self.scaler.enabled else []
+            if self.plan.clip > 0:  # as torch's clip_grads_with_norm_
+                factors.append(torch.clamp(self.plan.clip / (norm + 1e-6), max=1.0).item())
+            self.in_host.update(lr, factors)
+            if self.updates == 0 or self.in_host.touched:  # the first one makes the state: it may fail for want of RAM
+                self.in_host.settle()
+            self.in_host.touched = False
+            return
         parameters = self.masters.parameters()
         if self.plan.clip > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.plan.clip, norm)
@@ -225,6 +276,7 @@ class Engine:
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
         """(sum of token losses, number of target tokens) without gradients or dropout."""
         total, count = 0.0, 0
+        self.settle()
         idle = self.ranks.evaluations(len(host_batches)) - len(host_batches)
         for host in host_batches:
             batch = to_device(host, self.built.device, dropout_seed=None)
@@ -234,19 +286,35 @@ class Engine:
             pass_idly(self.driver, self.plan.loss_chunk)
         return total, count
 
+    def settle(self) -> None:
+        """Until updates that go on beside the next step are over."""
+        if self.in_host is not None:
+            self.in_host.settle()
+
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """Masters of the trained parameters by name, on the CPU."""
+        self.settle()
         return {name: master.detach().cpu().contiguous() for name, (_, master) in self.masters.pairs.items()}
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """All weights of a model trained in full, in host memory, where the model itself does not hold them all; None
         where it does."""
-        return None
+        self.settle()
+        if self.plan.method != "full" or self.in_host is None or not self.in_host.stores:
+            return None
+        named = dict(self.built.model.named_parameters())
+        own = {name: p.detach().cpu() for name, p in named.items() if name not in self.in_host.stores}
+        buffers = self.built.model.state_dict().keys() - named.keys()
+        saved = {name: b.cpu() for name, b in self.built.model.named_buffers() if name in buffers}
+        return own | self.in_host.stores | saved
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Everything needed to go on exactly: tensors and plain values, no pickle."""
         tensors = {f"parameter|{name}": t for name, t in self.trained_tensors().items()}
-        optimizer_tensors, numbers = flatten_state(self.optimizer, self.names)
+        names = self.names
+        if self.in_host is not None:
+            names = [name for part in self.in_host.parts.values() for name in part]
+        optimizer_tensors, numbers = flatten_state(self.optimizer, names)
         tensors |= {f"optimizer|{name}": t for name, t in optimizer_tensors.items()}
         return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
 
@@ -256,6 +324,7 @@ class Engine:
         Raises:
             UserError: the state belongs to other settings.
         """
+        self.settle()
         with torch.no_grad():
             for name, (_, master) in self.masters.pairs.items():
                 saved = tensors.get(f"parameter|{name}")
@@ -268,9 +337,21 @@ class Engine:
                 master.copy_(saved)
         prefix = "optimizer|"
         state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        restore_state(self.optimizer, self.names, state, values["optimizer"])
+        if self.in_host is not None:
+            cast(PartedOptimizer, self.optimizer).restore(self.in_host.parts, state, values["optimizer"])
+        else:
+            restore_state(self.optimizer, self.names, state, values["optimizer"])
         self.scaler.scale, self.scaler.good_steps = values["scale"], values["good_steps"]
         self.masters.publish()
+
+
+def _half_updated(step: int) -> UserError:
+    return UserError(
+        f"gradients of step {step + 1} are inf or NaN, and some layers have been updated with the others",
+        "without clipping a layer is updated as soon as its gradients are there",
+        "resume from the last checkpoint with a lower --lr; with --clip 1 such a step can be left out",
+        EXIT_FAILED,
+    )
 
 
 def _counts(host_batches: Sequence[HostBatch]) -> tuple[int, int]:

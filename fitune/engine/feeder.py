@@ -35,6 +35,8 @@ class Ticket:
     free: Any  # CUDA event after which `target` may be overwritten
     ready: Any  # CUDA event that the thread records after the last copy
     meter: LinkMeter
+    before: Callable[[], None] | None = None  # waits until the bytes are what they should be
+    pinned: torch.Tensor | None = None  # the bytes in pinned memory: copied from there
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -57,9 +59,8 @@ class Feeder:
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, target: torch.Tensor, read_into: ReadInto, free: Any, ready: Any, meter: LinkMeter) -> Ticket:
-        """Ask for `target` (flat uint8 on the device) to be filled. Tickets are served in order."""
-        ticket = Ticket(target, read_into, free, ready, meter)
+    def submit(self, ticket: Ticket) -> Ticket:
+        """Ask for a ticket's `target` (flat uint8 on the device) to be filled. Tickets are served in order."""
         if self._thread is None:
             arguments = (self._queue, self._device, self._stream)
             self._thread = threading.Thread(target=_serve, args=arguments, name="weights ahead", daemon=True)
@@ -83,15 +84,28 @@ def _serve(waiting: queue.SimpleQueue[Ticket | None], device: torch.device, stre
         staging = [(HostBuffer(STAGING_BYTES, pin=True), torch.cuda.Event()) for _ in range(2)]
     while (ticket := waiting.get()) is not None:
         try:
+            if ticket.before is not None:
+                ticket.before()
             if staging is None:
                 with ticket.meter.copying(ticket.target.numel()):
                     ticket.read_into(0, ticket.target)
+            elif ticket.pinned is not None:
+                _directly(ticket, stream)
             else:
                 _through(staging, ticket, stream)
-        except (OSError, RuntimeError) as error:  # handed to whoever waits for the ticket
+        except (OSError, RuntimeError, MemoryError) as error:  # handed to whoever waits for the ticket
             ticket.error = error
         ticket.done.set()
         del ticket
+
+
+def _directly(ticket: Ticket, stream: Any) -> None:
+    assert ticket.pinned is not None
+    with torch.cuda.stream(stream):
+        stream.wait_event(ticket.free)
+        with ticket.meter.copying(ticket.target.numel(), stream):
+            ticket.target.copy_(ticket.pinned, non_blocking=True)
+        ticket.ready.record(stream)
 
 
 def _through(staging: list[tuple[HostBuffer, Any]], ticket: Ticket, stream: Any) -> None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from fitune.engine.feeder import Feeder, ReadInto
+from fitune.engine.feeder import Feeder, ReadInto, Ticket
 from fitune.engine.link import LinkMeter
 from fitune.model.build import Built
 from fitune.model.host import HostBuffer
@@ -126,6 +126,8 @@ class Ring:
                 # the buffer's memory may have been another tensor's until now
                 slot.free.record(torch.cuda.current_stream(self.device))
         self._feeder = Feeder(self.device, self._stream)
+        self.not_yet: Callable[[int], Callable[[], None] | None] = lambda index: None
+        """For a layer whose bytes in host memory are being changed: what waits until they have been."""
         for index in self.streamed.layouts if self.streamed is not None else ():
             assert self.streamed is not None
             self.streamed.attach(index, self._views(self.slots[0], ("layer", index)))
@@ -201,6 +203,12 @@ class Ring:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+    def forget(self, index: int) -> None:
+        """A layer's bytes in host memory change: a copy on the device is out of date."""
+        slot = self._holder(("layer", index))
+        if slot is not None:
+            slot.item = None
 
     def device_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What the ring itself holds on the device, by name; the layers' weights are views of these."""
@@ -317,10 +325,15 @@ class Ring:
             return
         origin = self._origin(item)
         target = slot.buffer[: origin.num_bytes]
-        if origin.host is None or not (origin.host.pinned or self.device.type == "cpu"):
-            slot.ticket = self._feeder.submit(target, origin.read_into, slot.free, slot.ready, self.meter)
+        before = self.not_yet(item[1]) if item[0] == "layer" else None
+        is_direct = origin.host is not None and (origin.host.pinned or self.device.type == "cpu")
+        source = None
+        if origin.host is not None and is_direct:
+            source = origin.host.tensor[origin.start : origin.start + origin.num_bytes]
+        if before is not None or source is None:
+            ticket = Ticket(target, origin.read_into, slot.free, slot.ready, self.meter, before, source)
+            slot.ticket = self._feeder.submit(ticket)
             return
-        source = origin.host.tensor[origin.start : origin.start + origin.num_bytes]
         if self._stream is None:
             with self.meter.waiting(), self.meter.copying(origin.num_bytes):
                 target.copy_(source)

@@ -67,12 +67,14 @@ def forward_backward(
     trains_embedding: bool = False,
     observe: Observer = ignore,
     grads_ready: GradsReady = ignore,
+    part_done: GradsReady = ignore,
     offload: OffloadedInputs | None = None,
     mlp_tiles: int = 1,
 ) -> torch.Tensor:
     """Add the gradients of `grad_scale * sum of losses` over a group of micro-batches.
 
     Args:
+        part_done: called as `grads_ready` is, once all micro-batches of the group have added theirs.
         offload: where the inputs of recomputed layers wait in host memory; None: on the device.
         mlp_tiles: pieces of tokens in which a recomputed layer's gated MLP runs.
 
@@ -92,6 +94,7 @@ def forward_backward(
                 forward_layer(driver, state, index, stash=stash, trains_embedding=trains_embedding)
     observe("tail", 0)
     loss = tail(driver, running, loss_chunk, grad_scale, lambda: grads_ready("tail", 0))
+    part_done("tail", 0)
     for index in reversed(range(num_layers)):
         observe("backward", index)
         if index == recompute_layers - 1:
@@ -107,6 +110,7 @@ def forward_backward(
                     frees_output=offload is not None,
                 )
                 grads_ready("layer", index)
+        part_done("layer", index)
     stash.end()
     if trains_embedding:
         observe("backward", -1)
@@ -114,6 +118,7 @@ def forward_backward(
             assert state.embedded is not None
             state.embedded.backward(state.grad)
             grads_ready("embed", 0)
+    part_done("embed", 0)
     return loss
 
 

@@ -23,6 +23,8 @@ _SHELL = """\
 set -euo pipefail
 : "${{NODES:={nodes}}}" "${{GPUS:={gpus}}}" "${{JOB_ID:={name}}}"
 : "${{MASTER_ADDR:=127.0.0.1}}" "${{MASTER_PORT:=29500}}"
+# Otherwise (torch 2.13) a machine that comes back waits for an address that those that stayed have told only once.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes "$NODES" --nproc-per-node "$GPUS" --max-restarts {restarts} \\
   --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$JOB_ID" \\
   -m fitune train {recipe}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform as platform_module
 import re
@@ -101,11 +102,27 @@ def store(calibration: Calibration, device: Device | None) -> Path:
     Raises:
         UserError: the folder cannot be made or written.
     """
+    check_folder()
     path = path_of(device)
-    with explained("make the folder", path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, json.dumps(calibration.as_dict(), indent=2) + "\n")
     return path
+
+
+def check_folder() -> None:
+    """Makes the folder of calibrations, before minutes are spent on measuring.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    place = folder()
+    fix = "make it writable, or name another folder in the environment variable FITUNE_CALIBRATION"
+    try:
+        with explained("make the folder", place):
+            place.mkdir(parents=True, exist_ok=True)
+    except UserError as error:
+        raise UserError(error.what, error.why, fix) from None
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write in {place}", "its permissions do not allow it", fix)
 
 
 def load(device: Device | None) -> Calibration | None:
@@ -127,10 +144,32 @@ def load(device: Device | None) -> Calibration | None:
         raise _unreadable(path, f"it is not JSON ({error})") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise _unreadable(path, "it is of another version of fitune")
+    wrong = _wrong_figure(values)
+    if wrong:
+        raise _unreadable(path, wrong)
     try:
         return Calibration(**(values | {"notes": tuple(values.get("notes", ()))}))
     except TypeError as error:
         raise _unreadable(path, f"a field is missing or unknown ({error})") from None
+
+
+def _wrong_figure(values: Mapping[str, Any]) -> str | None:
+    """What in a file's fields is not as `store` writes it, in words: an edited file must not end in wrong plans."""
+    for name in ("versions", "memory", "rates"):
+        if not isinstance(values.get(name, {}), dict):
+            return f"{name} is not an object"
+    if not all(isinstance(values.get(name, ""), str) for name in ("name", "date", "host", "device")):
+        return "its name or date is not text"
+    rates = values.get("rates", {})
+    flops = rates.get("gemm_flops_per_s") or {}
+    if not isinstance(flops, dict):
+        return "gemm_flops_per_s is not an object"
+    figures = {**values.get("memory", {}), **rates, **flops}
+    figures.pop("gemm_flops_per_s", None)
+    for name, value in figures.items():
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            return f"{name} is {value!r}, which is no measured figure"
+    return None
 
 
 def for_planning(device: Device | None, torch_version: str | None) -> tuple[Calibration | None, str | None]:

@@ -129,6 +129,8 @@ class Cutter:
         if block.died is None:
             raise NotRegular(f"a block of {born.name} {born.index} is never let go: {block}")
         died = self.parts[block.died]
+        if born.name == "backward" and block.op == "empty" and block.dtype == "uint8":
+            return "b"
         if born.name == "tail" and died.in_layer and block.shape and self._before[block.died] == block.part:
             return "c"
         if died is born or born.name in ("start", *_IN_PASS):
@@ -151,9 +153,11 @@ class Cutter:
         """The op of a block's death in part `at`."""
         born, here = self.parts[block.part], self.parts[at]
         ordinal = self._ordinal[block.number]
+        group = self.group(block)
+        if group == "b":
+            return ("%", self._group_ordinal(block, group), "")
         if block.part == at:
             return (".", ordinal, "")
-        group = self.group(block)
         if born.name == "start" or (born.name in _IN_PASS and born.run == here.run and not group):
             return (f"#{born.name}", ordinal, "")
         if group == "n":
@@ -165,6 +169,8 @@ class Cutter:
                 return ("<", self._group_ordinal(block, group), "")
             if here.in_layer and self._before_forward.get((here.run, here.index)) == block.part:
                 return ("^", self._group_ordinal(block, group), "")
+            if (born.name, here.name) == ("forward", "forward") and born.index == here.index - 2:
+                return ("<<", self._group_ordinal(block, group), "")
         raise NotRegular(f"{block} of {born.name} {born.index} dies in {here.name} {here.index}")
 
     def ops(self, at: int) -> list[Op]:
@@ -174,6 +180,12 @@ class Cutter:
             block = self.blocks[abs(event) - 1]
             made.append(("", block.number, self.group(block)) if event > 0 else self.death(block, at))
         return made
+
+    def _is_handed_on(self, block: Block) -> bool:
+        try:
+            return self.group(block) == "c"
+        except NotRegular:  # of a run that is told but not taken apart
+            return False
 
     def described(self, block: Block, layer_name: str) -> tuple[str, str]:
         """(owner, what a person calls it without its shape)."""
@@ -190,9 +202,9 @@ class Cutter:
             died = self.parts[block.died]
             if born.name == "embed":
                 return "inputs", f"what layers are called with: {word}"
-            if born.name == "tail" and self.group(block) == "c":
+            if born.name == "tail" and self._is_handed_on(block):
                 return "temporary", "gradient of hidden states"
-            if self.group(block) == "c":
+            if self._is_handed_on(block):
                 return (
                     ("inputs", "hidden states")
                     if born.name == "forward"

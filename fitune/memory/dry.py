@@ -18,7 +18,7 @@ from fitune.engine.optimizers import update_peak_bytes
 from fitune.engine.ranks import Alone
 from fitune.engine.step import evaluate
 from fitune.memory.follow import Follower
-from fitune.memory.held import device_tensors, state_of
+from fitune.memory.held import device_tensors, ring_of, state_of
 from fitune.memory.splice import norm_pieces
 from fitune.model.build import add_adapter, build, fill, make_scratch, meta_weights
 from fitune.model.loss import IGNORED
@@ -119,7 +119,9 @@ class DryRun:
         fill(self.built, meta_weights(self.built), self.plan)
         add_adapter(self.built, self.plan)
         # torch's own fused optimizers refuse meta; any that does not holds the place until ours takes it
-        self.engine = Engine(self.built, self.plan.with_(optimizer="adafactor"), _OnCuda() if plan.device == "cuda" else None)
+        self.engine = Engine(
+            self.built, self.plan.with_(optimizer="adafactor"), _OnCuda() if plan.device == "cuda" else None
+        )
         self.names = list(self.built.trainable())
         self.follower = Follower("meta")
         self._mark_chunks()
@@ -127,6 +129,16 @@ class DryRun:
             p.register_post_accumulate_grad_hook(lambda p, name=name: self.follower.claim(p.grad, "gradients", name))
         # the first pass that recomputes a layer finds out what of it can be left out in later ones
         self.step([Rows(1, 8)], loss_chunk=8, recompute_layers=len(self.built.layers))
+
+    def share_ring(self, layer_bytes: int) -> None:
+        """The ring as it is when layers of this size pass through it too: a head's tiles are no larger than they are
+        where that is large enough."""
+        ring = ring_of(self.built)
+        if ring is None or ring.head is None:
+            return
+        ring._choose_tiles(layer_bytes)
+        for slot in ring.slots:
+            slot.views.clear()
 
     def step(self, rows: list[Rows], *, loss_chunk: int, recompute_layers: int, first_step: bool = True) -> Follower:
         """One optimizer step over micro-batches; the run's first makes the optimizer's state."""
@@ -161,6 +173,9 @@ class DryRun:
         self.follower = Follower("meta")
         self.follower.ignore(t for _, t in device_tensors(self.built))
         self.follower.ignore(self.engine.masters.parameters())
+        ring = ring_of(self.built)
+        if ring is not None:
+            self.follower.ignore(buffer for _, buffer in ring.device_tensors())
         if self.built.host_head is not None:  # host memory, on meta here
             self.follower.ignore([self.built.host_head.weight])
 

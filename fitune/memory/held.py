@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fitune.engine.optimizers import Masters, abstract_state
-from fitune.memory.script import Held, Tensor, Trained
+from fitune.engine.ring import Ring
+from fitune.memory.script import BUFFER, MASTER, Held, Tensor, Trained
 from fitune.model.build import Built
 
 _MOMENTS = {"adamw": ("first moment", "second moment"), "lion": ("moment",), "adafactor": (), "sgd": ()}
@@ -27,6 +28,11 @@ def device_tensors(built: Built) -> list[tuple[str, torch.Tensor]]:
     if built.context.scratch is not None:
         tensors.append(("scratch", built.context.scratch.buffer))
     return tensors
+
+
+def ring_of(built: Built) -> Ring | None:
+    """The device's buffers for weights that wait in host memory."""
+    return built.source if isinstance(built.source, Ring) else None
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
     tensors: dict[Any, list[Tensor]] = {}
     trained: dict[Any, list[Trained]] = {}
     seen: set[int] = set()
+    buffers = {name for name, _ in built.model.named_buffers()}
     met_layers = False
     for name, tensor in device_tensors(built):
         layer, rest = layer_of(name, prefix)
@@ -103,6 +110,7 @@ def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
         seen.add(tensor.untyped_storage()._cdata)
         label = f"{prefix}.{{layer}}.{rest}" if layer >= 0 else name
         where = layer if layer >= 0 else "after" if met_layers else "before"
+        label += BUFFER if name in buffers and layer >= 0 else ""
         owner = "adapters" if ".lora_" in name or name.endswith("magnitude") else "weights"
         tensors.setdefault(where, []).append(Tensor(owner, label, tensor.untyped_storage().nbytes()))
     met_layers = False
@@ -113,7 +121,7 @@ def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
         where = layer if layer >= 0 else "after" if met_layers else "before"
         label = f"{prefix}.{{layer}}.{rest}" if layer >= 0 else name
         if master is not parameter:
-            tensors.setdefault(where, []).append(Tensor("weights", f"fp32 master of {label}", master.numel() * 4))
+            tensors.setdefault(where, []).append(Tensor("weights", MASTER + label, master.numel() * 4))
         states = state_of(optimizer, master)
         shared = shared or tuple(Tensor("optimizer", s.label, s.num_bytes) for s in states if s.shared)
         own = tuple(Tensor("optimizer", f"{s.label} {label}", s.num_bytes) for s in states if not s.shared)

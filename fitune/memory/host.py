@@ -19,8 +19,14 @@ SMALL_FILES_BYTES = 16 * MIB  # tokenizer, configuration, events: an upper bound
 
 # Measured on Linux x86_64 (AMD EPYC, glibc), Python 3.11, torch 2.13 (CPU build), transformers 5.24, 2026-11-30, one
 # thread, with `benchmarks/host_memory.py`: the resident set once a run has imported what it needs and read its data;
-# and of a merge's process. A process with a CUDA context was not measured yet.
-PROCESS_BYTES: dict[tuple[str, str], int] = {("linux", "cpu"): 408 * MIB, ("linux", "merge"): 352 * MIB}
+# and of a merge's process. Beside a card: NVIDIA H200, Python 3.12, torch 2.11, 2026-11-30, with the context and the
+# libraries' kernels in it; 1.38 to 1.48 GiB in the steps of runs without tables in RAM
+# (`benchmarks/results/h200-matrix-2026-11-30.json`), after another run in the same process.
+PROCESS_BYTES: dict[tuple[str, str], int] = {
+    ("linux", "cpu"): 408 * MIB,
+    ("linux", "cuda"): 1440 * MIB,
+    ("linux", "merge"): 352 * MIB,
+}
 # The same runs: what glibc's heap holds beside the blocks in use, for blocks below its mmap threshold (32 MiB): 13 to
 # 40 MiB, and 0.38 to 0.48 of the activations that a step keeps, with all layers kept and with all recomputed.
 HEAP_BYTES = 30 * MIB
@@ -45,6 +51,7 @@ class Facts:
         row_width: tokens of the widest row.
         streamed_bytes: packed weights of the layers that are streamed to the card.
         makes_weights: seeded weights are made tensor by tensor, on the device they are for; nothing is read.
+        stored_format: fp32, bf16 or fp16, as the weights are stored; None: only its width is known.
     """
 
     num_parameters: int
@@ -63,6 +70,7 @@ class Facts:
     row_width: int = 0
     streamed_bytes: int = 0
     makes_weights: bool = False
+    stored_format: str | None = None
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -131,7 +139,8 @@ def beside_card(plan: Plan, facts: Facts) -> dict[str, int]:
         "staging": STAGING_BYTES if plan.stream_from in ("pageable", "disk") and plan.device == "cuda" else 0,
     }
     if plan.offload_inputs:
-        rows = plan.micro_batch * facts.row_width
+        num_rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
+        rows = num_rows * facts.row_width
         owners["inputs"] = plan.recompute_layers * rows * facts.hidden_size * width
     return {owner: size for owner, size in owners.items() if size}
 

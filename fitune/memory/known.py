@@ -125,7 +125,8 @@ class Known:
         """The script for every shape, or a live tracer where there is none."""
         if self._script is None and self._tracer is None:
             config = self.config.full() if isinstance(self.config, CatalogConfig) else self.config
-            self._tracer, entry = traced(config, self.plan)
+            irregular = self._entry is not None and self._entry.script is None  # found out at an earlier time
+            self._tracer, entry = traced(config, self.plan, irregular=irregular)
             if entry.script is not None or self._entry is None:
                 self._keep(entry)
                 self._script = self._scripted(entry)
@@ -137,12 +138,16 @@ class Known:
             trace_cache.store(self._key, codec.encode(entry))
 
 
-def traced(config: Any, plan: Plan) -> tuple[Any, Entry]:
-    """A live tracer of a plan's variant with AdamW, and what to keep of it. Imports torch."""
+def traced(config: Any, plan: Plan, irregular: bool = False) -> tuple[Any, Entry]:
+    """A live tracer of a plan's variant with AdamW, and what to keep of it. Imports torch.
+
+    Args:
+        irregular: the step is known to have no script for every shape: none is looked for.
+    """
     from fitune.memory import trace
     from fitune.memory.cut import NotRegular
 
-    tracer = trace.Tracer(config, plan.with_(optimizer=BASE))
+    tracer = trace.Tracer(config, plan.with_(optimizer=BASE), irregular=irregular)
     try:
         text = tracer.script().to_json()
     except NotRegular:

@@ -94,12 +94,13 @@ class Prediction:
         return max(self.phases, key=lambda phase: (needed_bytes(phase), phase.allocated_bytes or 0))
 
     def as_dict(self) -> dict[str, Any]:
-        """The `predicted` object: the highest of each field over the phases, and the phases."""
+        """The `predicted` object: the highest of each field over the phases, and the phases. (A merge runs in another
+        process: it says nothing of a field that no other phase knows.)"""
         phases = {phase.name: phase.as_dict() for phase in self.phases}
         top: dict[str, Any] = {}
         for name in FIELDS:
-            known = [values[name] for values in phases.values() if values[name] is not None]
-            top[name] = max(known, default=None)
+            known = {key: values[name] for key, values in phases.items() if values[name] is not None}
+            top[name] = max(known.values(), default=None) if set(known) - {"merge"} else None
         step = highest(self.timeline)
         return {**top, "step_s": None, "tokens_per_s": None, "peak_at": step.place, "phases": phases}
 
@@ -148,6 +149,8 @@ def _replayed(
             arrival=_arrival(plan, facts), expandable=facts.platform != "win32", briefly=briefly,
         )  # fmt: skip
     resident = Moment("save", -1, additive.resident(terms, plan))
+    if plan.accumulation_order == "layer-major":  # its terms are the whole step's: no gradients are there before
+        plan = plan.with_(batch=plan.micro_batch)
     moments = {
         "load": _load(terms, plan),
         "first_step": additive.step_moments(terms, plan, has_state=False),
@@ -167,7 +170,9 @@ def _arrival(plan: Plan, facts: host.Facts) -> Arrival:
     """Seeded weights are all made on the card; those of files come through RAM, where a host embedding stays."""
     makes_table = facts.makes_weights and plan.embedding_place == "host"
     table = facts.vocab_size * facts.hidden_size * facts.stored_width if makes_table else 0
-    return Arrival(facts.stored_width, table)
+    wide = plan.base_format if plan.base_format in host.WIDTHS else plan.precision
+    converts = facts.stored_format != wide if facts.stored_format else facts.stored_width != host.WIDTHS[wide]
+    return Arrival(facts.stored_width, host.WIDTHS[wide], converts, facts.makes_weights, table)
 
 
 def _load(terms: StepTerms, plan: Plan) -> list[Moment]:

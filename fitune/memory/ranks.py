@@ -133,7 +133,12 @@ def _shards(built: Built) -> dict[int, torch.Tensor]:
 
 
 def _ring_buffers(engine: Engine) -> list[torch.Tensor]:
-    return [slot.buffer for slot in getattr(engine.driver.weights, "slots", [])]
+    ring: Any = engine.driver.weights
+    rings = [
+        ring,
+        getattr(ring, "head_ring", None),
+    ]  # where layers are gathered, a head's tiles have buffers of their own
+    return [slot.buffer for each in rings for slot in getattr(each, "slots", [])]
 
 
 def _rows(engine: Engine) -> list[torch.Tensor]:

@@ -16,12 +16,18 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fitune.memory.events import Event
 from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms
 
+if TYPE_CHECKING:
+    from fitune.plan import Plan
+
 SCRIPT_VERSION = 1
+MOST_CHUNKS = 4  # loss chunks of a micro-batch that are told: the first, two of those in the middle, the last
+MASTER = "fp32 master of "  # begins the label of a 16-bit trained tensor's copy
+BUFFER = " (buffer)"  # ends that of a module's buffer, which stays on the device
 WIDTHS = {
     "fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
     "uint64": 8,
@@ -72,10 +78,12 @@ class Template:
 Op = tuple[str, int, str]
 """(source, number, group). Source "" is the birth of template `number`; `group` says who lets go of it where that is
 not the layer itself: "c" the next part in order (hidden states, their gradient), "g" the optimizer (gradients), "n" the
-next loss chunk, "s" the next step. Any other source is the death of a block, the `number`th (in order of birth):
-"." of those born in this part; "@name" of those born in the same layer's part `name`; "#name" of those born in this
-pass's `name` ("embed", "tail", or the step's "start"); "<" of group "c" of the part before this one; "^" of group "c"
-of the part that ran before this layer's forward pass; "~" of group "n" of the loss chunk before this one."""
+next loss chunk, "b" the pass's end (buffers for inputs that come back from host memory), "s" the next step. Any other
+source is the death of a block, the `number`th (in order of birth): "." of those born in this part; "@name" of those
+born in the same layer's part `name`; "#name" of those born in this pass's `name` ("embed", "tail", or the step's
+"start"); "<" of group "c" of the part before this one; "^" of group "c" of the part that ran before this layer's
+forward pass; "<<" of group "c" of the layer before the layer before this one; "%" of group "b" of this pass; "~" of
+group "n" of the loss chunk before this one."""
 
 Segment = tuple[Op, ...]
 
@@ -107,6 +115,47 @@ class Held:
     tensors: tuple[Tensor, ...]
     trained: tuple[Trained, ...]
 
+    def _is_frozen(self, tensor: Tensor) -> bool:
+        name = tensor.label.partition("{layer}.")[2]
+        own = tensor.owner == "weights" and not tensor.label.startswith(MASTER) and not tensor.label.endswith(BUFFER)
+        return own and all(trained.name != name for trained in self.trained)
+
+    def without_frozen(self) -> Held:
+        """What stays on the device when the layer's frozen weights are streamed."""
+        return replace(self, tensors=tuple(t for t in self.tensors if not self._is_frozen(t)))
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The layer's frozen weights as one flat buffer."""
+        sizes = (-(-t.num_bytes // _ALIGNMENT_BYTES) for t in self.tensors if self._is_frozen(t))
+        return sum(sizes) * _ALIGNMENT_BYTES
+
+
+STREAMED = ", streamed"
+"""Follows a kind of layer's name in `StepTerms` where its frozen weights are streamed."""
+_ALIGNMENT_BYTES = 512  # of a streamed layer's tensors and of the ring's buffers (model.streamed, engine.ring)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What of a step is not as a trace has it: everything on the device, one micro-batch after the other.
+
+    Attributes:
+        streamed: layers whose frozen weights pass through the device's ring of buffers.
+        ring_buffers: how many buffers that has, each of the largest of these layers' size.
+        together: micro-batches that pass each layer before the next one (layer-major accumulation); 1: none do.
+    """
+
+    streamed: tuple[int, ...] = ()
+    ring_buffers: int = 2
+    together: int = 1
+
+
+def placement_of(plan: Plan) -> Placement:
+    """The placement that a plan asks for."""
+    together = -(-plan.batch // plan.micro_batch) if plan.accumulation_order == "layer-major" else 1
+    return Placement(plan.streamed_layers(), plan.ring_buffers, together)
+
 
 @dataclass(frozen=True)
 class Script:
@@ -125,6 +174,8 @@ class Script:
         largest_weight_bytes: the widest unpacked tensor while weights load.
         at: (rows, columns, loss chunk) where sizes are only known for one shape; None when they hold for all.
         narrow: the script for one row, where the program runs differently then.
+        tile_bytes: of the widest tile of a head in host memory, which passes through the ring too; 0 without one.
+        placement: what waits outside the device, and how micro-batches are ordered; no part of a trace.
     """
 
     kinds: tuple[str, ...]
@@ -141,12 +192,35 @@ class Script:
     largest_weight_bytes: int
     at: tuple[int, int, int] | None = None
     narrow: Script | None = None
+    tile_bytes: int = 0
+    placement: Placement = Placement()
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def on_cuda(self) -> bool:
         """Whether the step runs on a GPU: only its allocator rounds."""
         return self.granule > 1
+
+    def placed(self, placement: Placement) -> Script:
+        """The same step with weights elsewhere, or in another order of micro-batches."""
+        if placement == self.placement:
+            return self
+        narrow = self.narrow.placed(placement) if self.narrow is not None else None
+        return replace(self, placement=placement, narrow=narrow, _cache={})
+
+    def held_by(self, layer: int) -> Held:
+        """What a layer holds on the device all the time."""
+        held = self.layers[self.kinds[layer]]
+        return held.without_frozen() if layer in self.placement.streamed else held
+
+    @property
+    def ring(self) -> Held:
+        """The buffers that streamed weights pass through."""
+        size = -(-self.tile_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        size = max([size, *(self.layers[self.kinds[i]].frozen_bytes for i in self.placement.streamed)])
+        if size == 0:
+            return Held((), ())
+        return Held(tuple(Tensor("stream", f"ring buffer {i}", size) for i in range(self.placement.ring_buffers)), ())
 
     def terms(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
         """Terms of a step at micro-batches of [num_rows, num_columns], every block rounded to the granule. Cached."""
@@ -166,11 +240,16 @@ class Script:
         recompute_layers: int,
         accumulates: bool,
         first_step: bool,
+        most_chunks: int | None = MOST_CHUNKS,
     ) -> list[Event]:
         """One optimizer step of the whole model, event for event.
 
         What is there before it (weights, adapters, masters, optimizer state unless `first_step`) is born at the head
-        of the list in part "load", one event per tensor, and stays. `accumulates`: two micro-batches, else one.
+        of the list in part "load", one event per tensor, and stays. `accumulates`: two micro-batches, else one; where
+        they pass the layers together, all of them.
+
+        `most_chunks`: as many loss chunks are told of a micro-batch; further ones repeat those in the middle, with
+        other blocks of the same sizes (None: all are told).
 
         Raises:
             ValueError: the script holds for another shape only.
@@ -182,16 +261,19 @@ class Script:
             script,
             (num_rows, num_columns, loss_chunk),
             recompute_layers=recompute_layers,
-            num_micro_batches=2 if accumulates else 1,
+            num_micro_batches=max(self.placement.together, 2 if accumulates else 1),
             first_step=first_step,
+            most_chunks=most_chunks,
         )
 
-    def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]:
+    def eval_events(
+        self, num_rows: int, num_columns: int, loss_chunk: int, most_chunks: int | None = MOST_CHUNKS
+    ) -> list[Event]:
         """The evaluation of one micro-batch, after "load" (with optimizer state) as in `step_events`."""
         from fitune.memory.splice import eval_events
 
         script = self._for(num_rows, num_columns, loss_chunk)
-        return eval_events(script, (num_rows, num_columns, loss_chunk))
+        return eval_events(script, (num_rows, num_columns, loss_chunk), most_chunks)
 
     def _for(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
         wanted = (num_rows, num_columns, loss_chunk)
@@ -217,8 +299,10 @@ class Script:
 
 
 def _packed(script: Script) -> dict[str, Any]:
-    values = asdict(replace(script, narrow=None, segments={}, _cache={}))
-    del values["_cache"]
+    values = asdict(replace(script, narrow=None, segments={}, placement=Placement(), _cache={}))
+    del values["_cache"], values["placement"]
+    if not script.tile_bytes:
+        del values["tile_bytes"]
     distinct: dict[str, int] = {}
     keys = {}
     for key, segment in script.segments.items():
@@ -295,6 +379,7 @@ __all__ = [
     "Op",
     "Part",
     "PassParts",
+    "Placement",
     "Script",
     "Segment",
     "StepTerms",
@@ -302,5 +387,6 @@ __all__ = [
     "Tensor",
     "Trained",
     "evaluate",
+    "placement_of",
     "symbols",
 ]

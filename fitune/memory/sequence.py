@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fitune.memory.allocator import CachingAllocator
+from fitune.memory.constants import NUM_CUBLAS_THREADS
 from fitune.memory.events import Event
 from fitune.memory.moments import Moment, moments_of, owner_of
 from fitune.plan import Plan
@@ -42,10 +43,20 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Arrival:
-    """How weights come to the card: `width` bytes a value as they are stored; before the others `table_bytes`, an
-    embedding that is made there on its way to the host (seeded weights; those of files are read in RAM)."""
+    """How weights come to the card.
+
+    Attributes:
+        width: bytes of a value as it is stored.
+        compute_width: bytes of a value as it is computed with.
+        converts: the stored format is another than that of the computation.
+        made_there: seeded weights are made on the card, a module at a time; those of files are read in RAM.
+        table_bytes: an embedding, as stored, that is made there on its way to the host, before the others.
+    """
 
     width: int = 2
+    compute_width: int = 2
+    converts: bool = False
+    made_there: bool = False
     table_bytes: int = 0
 
 
@@ -71,20 +82,24 @@ def replay_run(
         )
 
     first, steady = step(True), step(False)
-    kept = [Event(-1, workspace_bytes, "workspace", "workspaces of libraries", "load", -1)] * bool(workspace_bytes)
-    loading = _loading(first, plan, arrival)
+    # the first of them comes when the engine tries the model, the others with the first step
+    sizes = (workspace_bytes // NUM_CUBLAS_THREADS, workspace_bytes - workspace_bytes // NUM_CUBLAS_THREADS)
+    kept = [
+        Event(-1 - i, size, "workspace", "a library's workspace", "load", -1) for i, size in enumerate(sizes) if size
+    ]
+    loading = _loading(first, plan, arrival, kept[:1])
     if briefly:
         told = {"load": loading, "first_step": first, "step": steady}
         if not on_card:
             return {name: Replayed(tuple(moments_of(events)), None) for name, events in told.items()}
-        reserved = _reserved(loading, kept, first, steady, [], [], expandable)
+        reserved = _reserved(loading, kept[1:], first, steady, [], [], expandable)
         return {name: Replayed((_sum(name, events, workspace_bytes),), reserved[name]) for name, events in told.items()}
-    evaluation, resuming = script.eval_events(*shape), _loading(steady, plan, arrival)
+    evaluation, resuming = script.eval_events(*shape), _loading(steady, plan, arrival, kept[:1])
     resident = [event for event in steady if event.part == "load"]
     told = {"load": loading, "first_step": kept + first, "step": kept + steady, "eval": kept + evaluation,
             "save": kept + resident, "resume": resuming}  # fmt: skip
     moments = {name: tuple(moments_of(events, GRANULE if on_card else 1)) for name, events in told.items()}
-    reserved = _reserved(loading, kept, first, steady, evaluation, resuming, expandable) if on_card else {}
+    reserved = _reserved(loading, kept[1:], first, steady, evaluation, resuming, expandable) if on_card else {}
     return {name: Replayed(found, reserved.get(name)) for name, found in moments.items()}
 
 
@@ -120,44 +135,118 @@ def _without_load(events: Iterable[Event]) -> list[Event]:
     return [event for event in events if event.part != "load"]
 
 
-def _loading(events: Iterable[Event], plan: Plan, arrival: Arrival) -> list[Event]:
-    """What is there before a step, in the order in which it comes: weights (a packed one beside its wide form, which
-    goes again), adapters, masters, buffers, optimizer state."""
+def _loading(events: Iterable[Event], plan: Plan, arrival: Arrival, warm: Iterable[Event] = ()) -> list[Event]:
+    """What is there before a step, in the order in which it comes: weights (and beside them what they are made from),
+    adapters, masters, buffers, the first workspace (`warm`: the engine tries the model once), optimizer state."""
     births = sorted((event for event in events if event.part == "load"), key=_order)
-    values_per_byte = {"nf4": 2, "fp4": 2, "int8": 1}.get(plan.base_format, 0)
-    made: list[Event] = []
-    wide = _Wide(made)
-    if arrival.table_bytes:
-        wide.born("the embedding's table, on its way to the host", arrival.table_bytes, -1)
-    for event in births:
-        name, _, leaf = event.label.rpartition(".")
-        if wide.name != name:
-            wide.gone()
-        if leaf == "codes" and values_per_byte:
-            wide.born(name, event.num_bytes * values_per_byte * arrival.width, event.layer)
-        made.append(event)
-    wide.gone()
-    return made
+    weights = [event for event in births if owner_of(event) == "weights"]
+    rest = [event for event in births if owner_of(event) not in ("weights", "optimizer")]
+    state = [event for event in births if owner_of(event) == "optimizer"]
+    return [*_Coming(plan, arrival).all(weights), *rest, *warm, *state]
 
 
 def _order(event: Event) -> int:
-    return ("weights", "adapters", "masters", "workspace", "optimizer").index(owner_of(event))
+    return ("weights", "adapters", "stream", "masters", "workspace", "optimizer").index(owner_of(event))
 
 
-class _Wide:
-    """The one weight that is on the card in its own width."""
+class _Coming:
+    """Weights on their way to the card, as `fitune.model.build.fill` takes them.
 
-    def __init__(self, made: list[Event]):
-        self.made, self.name, self.number = made, "", -2
-        self._born: Event | None = None
+    Those of files come one at a time: what is packed or converted on the card is there as it is stored until its own
+    form is made (the embedding and the head are converted in RAM). Seeded ones are made on the card, all of a module at
+    once, as they are stored, and each is held until the next one is asked for; where stored and own form are the same
+    they are one block.
+    """
 
-    def born(self, name: str, num_bytes: int, layer: int) -> None:
-        self.gone()
-        self.name, self.number = name, self.number - 1
-        self._born = Event(self.number, num_bytes, "temporary", f"{name} as it arrives", "load", layer)
-        self.made.append(self._born)
+    def __init__(self, plan: Plan, arrival: Arrival):
+        self.plan, self.arrival = plan, arrival
+        self.made: list[Event] = []
+        self.number = -2
+        self.held: list[Event] = []  # the one before, which goes when the next one has come
 
-    def gone(self) -> None:
-        if self._born is not None:
-            self.made.append(replace(self._born, num_bytes=-self._born.num_bytes))
-        self._born, self.name = None, ""
+    def all(self, weights: list[Event]) -> list[Event]:
+        if self.arrival.table_bytes:
+            name = "the embedding's table, on its way to the host"
+            self.held = [self._born(name, self.arrival.table_bytes, -1)]
+        for _, module in itertools.groupby(weights, key=_module_of):
+            forms = [list(form) for _, form in itertools.groupby(module, key=_weight_of)]
+            if self.arrival.made_there:
+                self._made(forms)
+            else:
+                for form in forms:
+                    self._read(form)
+        self._go(self.held)
+        return self.made
+
+    def _made(self, forms: list[list[Event]]) -> None:
+        """A module of seeded weights."""
+        sources = [self._source(form) for form in forms]
+        for form, source in zip(forms, sources, strict=True):
+            self._go(self.held)
+            self._form(form)
+            self.held = source
+
+    def _read(self, form: list[Event]) -> None:
+        """A weight of a file."""
+        self._go(self.held)
+        self.held = []
+        source = self._source(form) if form[0].layer >= 0 else []
+        self._form(form)
+        self._go(source)
+
+    def _source(self, form: list[Event]) -> list[Event]:
+        """The weight as it is stored, unless its own form is that."""
+        values = self._values(form)
+        packed = self.plan.base_format in _VALUES_PER_BYTE and form[0].label.endswith(_CODES)
+        if not packed and not self.arrival.converts:
+            return []
+        return [self._born(f"{_weight_of(form[0])} as it arrives", values * self.arrival.width, form[0].layer)]
+
+    def _form(self, form: list[Event]) -> None:
+        """The weight as it stays, and what packing it takes for a moment."""
+        passing: list[Event] = []
+        if form[0].label.endswith(_CODES):
+            for per_value in _packing_bytes(self.plan):
+                size = int(self._values(form) * per_value)
+                passing.append(self._born("what packing takes", size, form[0].layer))
+        self._go(passing[:-1])
+        self.made += form
+        self._go(passing[-1:])
+
+    def _values(self, form: list[Event]) -> int:
+        if form[0].label.endswith(_CODES):
+            return form[0].num_bytes * _VALUES_PER_BYTE.get(self.plan.base_format, 1)
+        return form[0].num_bytes // self.arrival.compute_width
+
+    def _born(self, label: str, num_bytes: int, layer: int) -> Event:
+        self.number -= 1
+        event = Event(self.number, num_bytes, "temporary", label, "load", layer)
+        self.made.append(event)
+        return event
+
+    def _go(self, events: Iterable[Event]) -> None:
+        self.made += [replace(event, num_bytes=-event.num_bytes) for event in events]
+
+
+_CODES = ".codes"
+_VALUES_PER_BYTE = {"nf4": 2, "fp4": 2, "int8": 1}
+
+
+def _packing_bytes(plan: Plan) -> tuple[float, ...]:
+    """Bytes per value of what `fitune.model.formats.pack` makes on its way to the packed form: for int8 the fp32
+    quotient and its rounded copy; for 4 bits doubly quantised the fp32 scales of 64 values."""
+    if plan.base_format == "int8":
+        return 4.0, 4.0
+    return (4 / 64,) if plan.double_quant else ()
+
+
+def _weight_of(event: Event) -> str:
+    """Name of the weight that a block is, or is a part of."""
+    name, _, leaf = event.label.rpartition(".")
+    return name if leaf in ("codes", "scale", "absmax", "absmax2", "offset", "code2", "weight") else event.label
+
+
+def _module_of(event: Event) -> str:
+    """Name of the module whose weights are made together. Fused experts are tensors of one module."""
+    parent = _weight_of(event).rpartition(".")[0]
+    return parent if parent.endswith("experts") else _weight_of(event)

@@ -4,19 +4,22 @@ Keys of a script's segments: "start" (one micro-batch's tensors, then the runnin
 0 for a step's first micro-batch, 1 for later ones, e for evaluation: "embed"; "stash|LAYER"; "forward|LAYER|POLICY";
 "backward|LAYER|POLICY" with "|enters" for the first of the layers that keep their activations; "tail|POLICY" and
 "chunk|POLICY|PLACE", POLICY being the last layer's and PLACE F (first), M, L (last) or FL; "backward|embed". LAYER is
-"first" for layer 0 and the layer's kind for all others; POLICY r (recompute) or k (keep). Plain Python.
+"first" for layer 0 and the layer's kind for all others; POLICY r (recompute) or k (keep). Where inputs of recomputed
+layers wait in host memory there is no "stash", "forward|LAYER|r|second" is layer 1's and "backward|LAYER|r|turn" that
+of the last recomputed layer, which makes the buffers for what comes back. Plain Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from fitune.memory.events import Event
 from fitune.memory.script import Held, Script, Segment, Trained, symbols
 
 Shape = tuple[int, int, int]
 GRADIENT = "gradient of "
+SECOND, TURN = "|second", "|turn"
 _PIECE_ELEMENTS = 65_536
 
 
@@ -29,10 +32,25 @@ class _Made:
     next_chunk: list[int]
 
 
-class Splicer:
-    """Puts parts one after another. `events` grows; `parts` are (pass, part, layer) to the range of its events."""
+@dataclass(slots=True)
+class _Pass:
+    """One micro-batch on its way through the model and back; `run` begins the keys of its segments."""
 
-    def __init__(self, script: Script, shape: Shape):
+    run: str
+    made: dict[tuple[str, int], _Made] = field(default_factory=dict)
+    before_forward: dict[int, _Made] = field(default_factory=dict)
+    latest: _Made = field(default_factory=lambda: _Made([], [], []))
+
+
+class Splicer:
+    """Puts parts one after another. `events` grows; `parts` are (pass, part, layer) to the range of its events.
+
+    Args:
+        most_chunks: loss chunks that are told of a micro-batch, four at least; the others repeat those in the middle,
+            which leave behind what they met. None: all.
+    """
+
+    def __init__(self, script: Script, shape: Shape, most_chunks: int | None = None):
         self.script, self.shape = script, shape
         num_rows, num_columns, chunk = shape
         self.num_targets = num_rows * (num_columns - 1)
@@ -40,15 +58,17 @@ class Splicer:
         last = self.num_targets - (self.num_chunks - 1) * chunk
         self._values = {x: symbols(*shape, x) for x in {chunk, last}}
         self._templates: dict[int, list[tuple[int, str, str]]] = {}
+        if most_chunks is not None and all(_leaves_nothing(script, key) for key in script.segments if "chunk|" in key):
+            self.num_chunks = min(self.num_chunks, max(4, most_chunks))
         self.chunk_tokens = [chunk] * (self.num_chunks - 1) + [last]
         self.events: list[Event] = []
         self.parts: dict[tuple[str, str, int], tuple[int, int]] = {}
         self.templates: list[tuple[int, int | None]] = []  # per block of a part: its template, tokens of its loss chunk
         self._size: list[tuple[int, str, str]] = []  # per block: bytes, owner, label
-        self._made: dict[tuple[str, int], _Made] = {}
-        self._before_forward: dict[int, _Made] = {}
-        self._latest = _Made([], [], [])
+        self._start = _Made([], [], [])
+        self._pass = _Pass("0")
         self.gradients: dict[tuple[int, str], int] = {}
+        self._buffers: list[int] = []  # for inputs that come back from host memory
 
     def _resolved(self, tokens: int) -> list[tuple[int, str, str]]:
         if tokens not in self._templates:
@@ -71,19 +91,20 @@ class Splicer:
         for tensor in held.tensors:
             self.birth(tensor.num_bytes, tensor.owner, named(tensor.label, layer), "load", layer)
 
-    def part(self, run: str, name: str, index: int, key: str, tokens: int | None = None) -> None:
-        """One part of pass `run`. `index`: layer, or loss chunk; `key`: of its segment."""
+    def part(self, name: str, index: int, key: str, tokens: int | None = None, segment: Segment | None = None) -> None:
+        """One part of the running pass. `index`: layer, or loss chunk; `key`: of its segment, unless that is given."""
+        here = self._pass
         in_layer = name != "chunk" and f"{name}|embed" not in key and name not in ("embed", "tail")
-        layer = index if in_layer else -1
         made = _Made([], [], [])
         start = len(self.events)
         if name == "forward":
-            self._before_forward[index] = self._latest
-        self._play(self.script.segments[f"{run}|{key}"], made, name, index, layer, tokens)
-        self._made[name, index] = made
+            here.before_forward[index] = here.latest
+        segment = self.script.segments[f"{here.run}|{key}"] if segment is None else segment
+        self._play(segment, made, name, index, index if in_layer else -1, tokens)
+        here.made[name, index] = made
         if in_layer and name != "stash":
-            self._latest = made
-        self.parts[run, name, index] = (start, len(self.events))
+            here.latest = made
+        self.parts[here.run, name, index] = (start, len(self.events))
 
     def _play(self, segment: Segment, made: _Made, name: str, index: int, layer: int, tokens: int | None) -> None:
         resolved = self._resolved(self.shape[2] if tokens is None else tokens)
@@ -100,75 +121,181 @@ class Splicer:
                 made.handed.append(block)
             elif group == "n":
                 made.next_chunk.append(block)
+            elif group == "b":
+                self._buffers.append(block)
             elif group == "g":
                 self.gradients[layer, self.script.templates[number].what.removeprefix(GRADIENT)] = block
+            if name == "backward" and index < 0 and number == table_gradient(self.script):
+                scratch = embedding_scratch(self.script, self.shape[0] * self.shape[1])
+                if scratch:
+                    self.templates.append((number, tokens))  # no part of a script: `terms` adds it by itself
+                    label = "sums of the embedding's gradient"
+                    self.death(self.birth(scratch, "temporary", label, shown, layer), shown, layer)
 
     def _find(self, source: str, number: int, made: _Made, index: int) -> int:
+        here = self._pass
         if source == ".":
             return made.blocks[number]
         if source == "<":
-            return self._latest.handed[number]
+            return here.latest.handed[number]
         if source == "^":
-            return self._before_forward[index].handed[number]
+            return here.before_forward[index].handed[number]
+        if source == "<<":
+            return here.made["forward", index - 2].handed[number]
+        if source == "%":
+            return self._buffers[number]
         if source == "~":
-            return self._made["chunk", index - 1].next_chunk[number]
-        if source[0] == "@":
-            return self._made[source[1:], index].blocks[number]
-        return self._made[source[1:], 0].blocks[number]
+            return here.made["chunk", index - 1].next_chunk[number]
+        if source == "#start":
+            return self._start.blocks[number]
+        return here.made[source[1:], index if source[0] == "@" else 0].blocks[number]
 
     def start(self, num_micro_batches: int) -> None:
         """The micro-batches' tensors and, in training, the running loss: the last of the segment."""
         at = len(self.events)
-        made = _Made([], [], [])
+        self._start = _Made([], [], [])
         segment = self.script.segments["start"]
         for _ in range(num_micro_batches):
-            self._play(segment[:-1], made, "start", 0, -1, None)
-        self._made["start", 0] = made
+            self._play(segment[:-1], self._start, "start", 0, -1, None)
         if num_micro_batches:
-            self._play(segment[-1:], made, "start", 0, -1, None)
+            self._play(segment[-1:], self._start, "start", 0, -1, None)
         self.parts["0", "start", 0] = (at, len(self.events))
 
-    def forward_backward(self, run: str, kinds: tuple[str, ...], recompute: int) -> None:
-        """One micro-batch through the model and back."""
+    def forward_backward(self, runs: Sequence[str], kinds: tuple[str, ...], recompute: int) -> None:
+        """Micro-batches through the model and back, all of them through each part before the next."""
+        passes = [_Pass(run) for run in runs]
+        segments = self.script.segments
         count = len(kinds)
         places = ["first", *kinds[1:]]
         policies = ["r" if i < recompute else "k" for i in range(count)]
-        self.part(run, "embed", 0, "embed")
+        trains_embedding = f"{runs[0]}|backward|embed" in segments
+        offloads = recompute > 0 and f"{runs[0]}|stash|first" not in segments
+        self._buffers = []
+        self._each(passes, "embed", 0, "embed")
         for i in range(recompute):
-            if f"{run}|stash|{places[i]}" in self.script.segments:  # saved inputs may wait in host memory
-                self.part(run, "stash", i, f"stash|{places[i]}")
+            if f"{runs[0]}|stash|{places[i]}" in segments:  # saved inputs may wait in host memory
+                self._each(passes, "stash", i, f"stash|{places[i]}")
         for i in range(count):
-            self.part(run, "forward", i, f"forward|{places[i]}|{policies[i]}")
-        self._tail(run, policies[-1])
+            second = SECOND if offloads and i == 1 and recompute > 1 else ""
+            leaving = offloads and i < recompute
+            self._each(passes, "forward", i, f"forward|{places[i]}|{policies[i]}{second}", leaving=leaving)
+        self._tails(passes, policies[-1])
         for i in reversed(range(count)):
-            enters = "|enters" if i == recompute and i > 0 else ""
-            self.part(run, "backward", i, f"backward|{places[i]}|{policies[i]}{enters}")
-        if f"{run}|backward|embed" in self.script.segments:
-            self.part(run, "backward", -1, "backward|embed")
+            enters = "|enters" if i == recompute and i > 0 else TURN if offloads and i == recompute - 1 else ""
+            is_last = i == 0 and not trains_embedding
+            self._each(passes, "backward", i, f"backward|{places[i]}|{policies[i]}{enters}", is_last)
+        if trains_embedding:
+            self._each(passes, "backward", -1, "backward|embed", True)
 
-    def _tail(self, run: str, policy: str) -> None:
-        start = len(self.events)
-        self.part(run, "tail", 0, f"tail|{policy}")
+    def _each(
+        self, passes: list[_Pass], name: str, index: int, key: str, is_last: bool = False, leaving: bool = False
+    ) -> None:
+        """A part of every pass. In the last part of all, what passes hold until the end goes once all are through: the
+        engine's list of them lets go of its last but one element first, and of the one it looked at last in the end.
+
+        Args:
+            leaving: the part sends its input to host memory; the one that was sent before it goes.
+        """
+        ends = 0
+        for number, each in enumerate(passes):
+            self._pass = each
+            part_key = key.removesuffix(TURN) if number else key
+            segment = self.script.segments[f"{each.run}|{part_key}"]
+            if len(passes) > 1:
+                ends = _held_until_the_end(segment) if is_last else 0
+                segment = segment[: len(segment) - ends]
+                if leaving or part_key.endswith(TURN):
+                    segment = self._without_leaving(segment, passes, number, name, index)
+            self.part(name, index, key, segment=segment)
+        if not ends:
+            return
+        for block in reversed(self._buffers):
+            self.death(block, name, index)
+        for source in ("#embed", "#tail"):
+            for each in [*reversed(passes[:-1]), passes[-1]] if source == "#embed" else passes[:1]:
+                self._pass = each
+                ops = self.script.segments[f"{each.run}|{key.removesuffix(TURN)}"][-ends:]
+                self._play(tuple(op for op in ops if op[0] == source), _Made([], [], []), name, index, index, None)
+
+    def _without_leaving(self, segment: Segment, passes: list[_Pass], number: int, name: str, index: int) -> Segment:
+        """A segment that begins with the end of a layer's input that has been sent to host memory, and the rest of it:
+        where micro-batches pass together it is the input that was sent last, of the micro-batch before this one."""
+        rest = next(i for i, op in enumerate(segment) if not op[0])
+        if index > 0 or number > 0 or name == "backward":
+            sender = passes[number - 1]
+            layer = index if name == "backward" or number else index - 1
+            made = sender.made["forward", layer - 1].handed if layer > 0 else [self._embedded(sender)]
+            assert len(made) == 1, "a layer hands on its output alone"
+            self.death(made[0], name, index)
+        if name == "backward":
+            births = [op for op in segment if op[2] == "b"]
+            if len(births) == 1:  # of one layer's inputs, of several micro-batches: two, as ever
+                self._play(tuple(births), _Made([], [], []), name, index, index, None)
+        return segment[rest:]
+
+    def _embedded(self, each: _Pass) -> int:
+        """The embedding's output: what layer 1's forward pass, or the only layer's turn, lets go of."""
+        keys = [key for key in self.script.segments if key.startswith(f"{each.run}|forward|") and key.endswith(SECOND)]
+        source, number, _ = self.script.segments[keys[0]][0]
+        assert source == "#embed"
+        return each.made["embed", 0].blocks[number]
+
+    def _tails(self, passes: list[_Pass], policy: str) -> None:
+        for number, each in enumerate(passes):
+            self._pass = each
+            self._tail(policy, passes[number - 1] if number else None, number == len(passes) - 1)
+
+    def _tail(self, policy: str, before: _Pass | None = None, is_last: bool = True) -> None:
+        """The loss of a micro-batch. Where several pass together, they add to one sum, which the first of them makes,
+        and a micro-batch's own sum goes when the next one's is there."""
+        here, start = self._pass, len(self.events)
+        segment = self.script.segments[f"{here.run}|tail|{policy}"]
+        if before is None:
+            self.part("tail", 0, f"tail|{policy}")
+        else:
+            made = _Made(before.made["tail", 0].blocks[:1], [], [])
+            at = next(i for i, op in enumerate(segment) if not op[0])
+            self._play(segment[:at] + segment[at + 1 :], made, "tail", 0, -1, None)
+            here.made["tail", 0] = made
         count = self.num_chunks
         for j, tokens in enumerate(self.chunk_tokens):
             place = "FL" if count == 1 else "F" if j == 0 else "L" if j == count - 1 else "M"
-            if f"{run}|chunk|{policy}|{place}" in self.script.segments:  # else the tail is one part, at one shape
-                self.part(run, "chunk", j, f"chunk|{policy}|{place}", tokens)
-        self.parts[run, "tail", 0] = (start, len(self.events))
-        self._latest = self._made["tail", 0]
+            key = f"chunk|{policy}|{place}"
+            if f"{here.run}|{key}" not in self.script.segments:
+                continue  # the tail is one part, at one shape
+            chunk = self.script.segments[f"{here.run}|{key}"]
+            if "L" in place and not (before is None and is_last):
+                self._last_chunk(chunk, j, tokens, before, is_last)
+            else:
+                self.part("chunk", j, key, tokens)
+        self.parts[here.run, "tail", 0] = (start, len(self.events))
+        here.latest = here.made["tail", 0]
+
+    def _last_chunk(self, segment: Segment, index: int, tokens: int, before: _Pass | None, is_last: bool) -> None:
+        """The end of a tail that is not the only one: see `_tail`."""
+        at = segment.index(("#tail", 1, ""))
+        first = at - 1 if segment[at - 1][0] in ("<", "^") else at
+        made = _Made([], [], [])
+        self._play(segment[:first], made, "chunk", index, -1, tokens)
+        if before is not None:
+            self.death(before.made["tail", 0].blocks[1], "tail", -1)
+        rest = segment[first:] if is_last else segment[first:at] + segment[at + 1 :]
+        self._play(rest, made, "chunk", index, -1, tokens)
+        self._pass.made["chunk", index] = made
 
     def evaluation(self, kinds: tuple[str, ...]) -> None:
-        self.part("e", "embed", 0, "embed")
+        self._pass = _Pass("e")
+        self.part("embed", 0, "embed")
         for i, kind in enumerate(kinds):
-            self.part("e", "forward", i, f"forward|{kind if i else 'first'}|k")
-        self._tail("e", "k")
+            self.part("forward", i, f"forward|{kind if i else 'first'}|k")
+        self._tail("k")
         end = self.script.segments["e|end"]
         self._play(end, _Made([], [], []), "end", 0, -1, None)
 
     def batch_blocks(self) -> list[int]:
         """Blocks of the micro-batches' tensors that go at the end of the step: not the running loss, nor what the
         model's context keeps of the last one."""
-        blocks = self._made["start", 0].blocks[:-1]
+        blocks = self._start.blocks[:-1]
         groups = [group for _, _, group in self.script.segments["start"][:-1]]
         last = len(blocks) - len(groups)
         found = []
@@ -178,7 +305,58 @@ class Splicer:
         return found
 
     def loss_block(self) -> int:
-        return self._made["start", 0].blocks[-1]
+        return self._start.blocks[-1]
+
+
+def _leaves_nothing(script: Script, key: str) -> bool:
+    """Whether a loss chunk in the middle lets go of as much as it makes, whatever the shape."""
+    if not key.endswith("|M"):
+        return True
+    segment = script.segments[key]
+    births = [op for op in segment if not op[0]]
+    handed = [op[1] for op in births if op[2] == "n"]
+    left: dict[int, int] = {}
+    for source, number, _ in segment:
+        template = {"": number, ".": births[number][1] if source == "." else -1}.get(source)
+        if source == "~":
+            template = handed[number]
+        if template is None or template < 0:
+            return False
+        left[template] = left.get(template, 0) + (1 if source == "" else -1)
+    return not any(left.values())
+
+
+# The gradient of an embedding on CUDA for more tokens than this (torch 2.11, EmbeddingBackwardKernel.cu): they are
+# sorted and summed up in fp32 in pieces of ten of one row of the table, with room for any number of pieces, beside a
+# few numbers per token: 49 bytes of them in two records of an H200 (18,653,696 bytes at 4,096 tokens and 1,024
+# wide, 55,558,656 at 3,072 wide, benchmarks/results/h200-matrix-2026-11-30.json).
+_SORTED_FROM = 3072
+_PIECE_TOKENS, _BYTES_PER_TOKEN = 10, 49
+
+
+def table_gradient(script: Script) -> int | None:
+    """The template of the gradient of the embedding's table, the first of its size in the last part."""
+    key = ("table",)
+    if key not in script._cache:
+        births = [op[1] for op in script.segments.get("0|backward|embed", ()) if not op[0]]
+        tables = [n for n in births if all(not name for dim in script.templates[n].dims for _, name in dim)]
+        script._cache[key] = next((n for n in tables if len(script.templates[n].dims) == 2), None)
+    return script._cache[key]
+
+
+def embedding_scratch(script: Script, num_tokens: int) -> int:
+    """Bytes that the gradient of a trained embedding needs inside its kernel."""
+    table = table_gradient(script)
+    if table is None or not script.on_cuda or num_tokens <= _SORTED_FROM:
+        return 0
+    vocab, width = (sum(factor for factor, _ in dim) for dim in script.templates[table].dims)
+    rows = num_tokens // _PIECE_TOKENS + min(num_tokens, vocab)
+    return rows * width * 4 + num_tokens * _BYTES_PER_TOKEN
+
+
+def _held_until_the_end(segment: Segment) -> int:
+    """How many ops at the end of a pass's last part let go of what its first parts and its tail made."""
+    return next(i for i, op in enumerate(reversed(segment)) if op[0] not in ("#embed", "#tail", "%"))
 
 
 def named(label: str, layer: int) -> str:
@@ -187,21 +365,24 @@ def named(label: str, layer: int) -> str:
 
 
 def step_events(
-    script: Script, shape: Shape, *, recompute_layers: int, num_micro_batches: int, first_step: bool
-) -> list[Event]:
+    script: Script, shape: Shape, *, recompute_layers: int, num_micro_batches: int, first_step: bool,
+    most_chunks: int | None,
+) -> list[Event]:  # fmt: skip
     """See `Script.step_events`."""
-    splicer = Splicer(script, shape)
+    splicer = Splicer(script, shape, most_chunks)
     _load(splicer, with_state=not first_step)
     splicer.start(num_micro_batches)
-    for number in range(num_micro_batches):
-        splicer.forward_backward("1" if number else "0", script.kinds, recompute_layers)
+    runs = ["1" if number else "0" for number in range(num_micro_batches)]
+    together = script.placement.together
+    for at in range(0, num_micro_batches, together):
+        splicer.forward_backward(runs[at : at + together], script.kinds, recompute_layers)
     _update(splicer, first_step)
     return splicer.events
 
 
-def eval_events(script: Script, shape: Shape) -> list[Event]:
+def eval_events(script: Script, shape: Shape, most_chunks: int | None) -> list[Event]:
     """See `Script.eval_events`."""
-    splicer = Splicer(script, shape)
+    splicer = Splicer(script, shape, most_chunks)
     _load(splicer, with_state=True)
     play_evaluation(splicer, script.kinds)
     return splicer.events
@@ -212,15 +393,15 @@ def play_evaluation(splicer: Splicer, kinds: tuple[str, ...]) -> None:
     made = _Made([], [], [])
     start = len(splicer.events)
     splicer._play(splicer.script.segments["e|start"], made, "start", 0, -1, None)
-    splicer._made["start", 0] = made
+    splicer._start = made
     splicer.parts["e", "start", 0] = (start, len(splicer.events))
     splicer.evaluation(kinds)
 
 
 def holders(script: Script) -> list[tuple[int, Held]]:
     """(layer, what it holds) of the whole model in its own order; -1 outside the layers."""
-    layers = [(i, script.layers[kind]) for i, kind in enumerate(script.kinds)]
-    return [(-1, script.before), *layers, (-1, script.after)]
+    layers = [(i, script.held_by(i)) for i in range(len(script.kinds))]
+    return [(-1, script.before), *layers, (-1, script.after), (-1, script.ring)]
 
 
 def scratch_bytes(script: Script, loss_chunk: int) -> int | None:

@@ -7,12 +7,12 @@ the sizes, so it is spliced once per number of loss chunks (one, two, more), and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms
-from fitune.memory.script import Held, Script, Tensor, symbols
-from fitune.memory.splice import Splicer, play_evaluation, scratch_bytes
+from fitune.memory.script import STREAMED, Held, Script, Tensor, symbols
+from fitune.memory.splice import TURN, Splicer, embedding_scratch, play_evaluation, scratch_bytes, table_gradient
 
 PartKey = tuple[str, str, int]
 _MOST_CHUNKS = 3  # further ones repeat the one in the middle
@@ -35,30 +35,50 @@ def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int)
     """See `Script.terms`."""
     kinds = representatives(script)
     at = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in kinds}
+    offloads = _offloads(script)
     sizes, num_chunks = _sizes(script, num_rows, num_columns, loss_chunk)
     again, keep, evaluation = (_measured(sums, sizes) for sums in _sums(script, num_chunks))
     rounded = rounding(script.granule)
     scratch = scratch_bytes(script, loss_chunk)
-    outside = _held_bytes((script.before, script.after), script.granule)
+    outside = _held_bytes((script.before, script.after, script.ring), script.granule)
     shared = sum(rounded(t.num_bytes) for t in script.shared_state)
+    layers = {}
+    for layer, name in enumerate(names := _names(script)):
+        if name not in layers:
+            held = _held_bytes((script.held_by(layer),), script.granule)
+            layers[name] = LayerTerms(*held, eval_forward=evaluation["e", "forward", at[script.kinds[layer]]])
+    at |= {name: at[script.kinds[layer]] for layer, name in enumerate(names)}
+    first, later = _pass_parts("0", again, keep, at), _pass_parts("1", again, keep, at)
+    table_scratch = embedding_scratch(script, num_rows * num_columns)
+    if table_scratch:
+        first, later = (
+            replace(parts, embed_backward=_with_scratch(parts.embed_backward, sizes, script, table_scratch))
+            for parts in (first, later)
+        )
+    if offloads:
+        buffers = sum(sizes[number] for _, number, group in script.segments[offloads] if group == "b")
+        first, later = _with_buffers(first, buffers), _with_buffers(later, buffers)
+    if script.placement.together > 1:
+        first = later = together(first, later, script.placement.together)
     return StepTerms(
-        kinds=script.kinds,
-        layers={
-            kind: LayerTerms(
-                *_held_bytes((script.layers[kind],), script.granule), eval_forward=evaluation["e", "forward", i]
-            )
-            for kind, i in at.items()
-        },
+        kinds=names,
+        layers=layers,
         other_weight_bytes=outside[0] + (rounded(scratch) if scratch is not None else 0),
         other_trained_bytes=outside[1],
         other_state_bytes=outside[2] + shared,
-        first_pass=_pass_parts("0", again, keep, at),
-        later_pass=_pass_parts("1", again, keep, at),
+        first_pass=first,
+        later_pass=later,
         optimizer_peak_bytes=script.update_bytes,
         eval_embed=_both(evaluation["e", "start", 0], evaluation["e", "embed", 0]),
         eval_tail=evaluation["e", "tail", 0],
         largest_weight_bytes=script.largest_weight_bytes,
     )
+
+
+def _names(script: Script) -> tuple[str, ...]:
+    """Kind of every layer, those apart whose weights are streamed."""
+    streamed = frozenset(script.placement.streamed)
+    return tuple(kind + STREAMED if i in streamed else kind for i, kind in enumerate(script.kinds))
 
 
 def rounding(granule: int) -> Callable[[int], int]:
@@ -87,11 +107,13 @@ def _sums(script: Script, num_chunks: int) -> tuple[Sums, Sums, Sums]:
         # any shape with that many chunks, the last one partial; a script of one shape is asked at it
         rows, columns, chunk = script.at or (2, 2 + count, {1: 6, 2: 4, 3: 3}[count])
         made = []
-        for recompute in (len(kinds), 0):
+        # an extra layer that sends its input to host memory last: the others stand for all that are not the last
+        longer = (*kinds, kinds[-1]) if _offloads(script) else kinds
+        for some, recompute in ((longer, len(longer)), (kinds, 0)):
             splicer = Splicer(script, (rows, columns, chunk))
             splicer.start(1)
             for run in ("0", "1"):
-                splicer.forward_backward(run, kinds, recompute)
+                splicer.forward_backward((run,), some, recompute)
             made.append(_signed(splicer, chunk))
         splicer = Splicer(script, (rows, columns, chunk))
         play_evaluation(splicer, kinds)
@@ -137,6 +159,53 @@ def _pass_parts(run: str, again: dict[PartKey, Part], keep: dict[PartKey, Part],
         tail_after_keep=keep[run, "tail", 0],
         embed_backward=again.get((run, "backward", -1), Part(0, 0)),
     )
+
+
+def _with_scratch(part: Part, sizes: list[int], script: Script, scratch: int) -> Part:
+    """The embedding's backward pass with what its kernel needs beside the gradient that it makes."""
+    table = table_gradient(script)
+    assert table is not None
+    return Part(max(part.peak_bytes, sizes[table] + scratch), part.delta_bytes)
+
+
+def _offloads(script: Script) -> str:
+    """Key of a part that makes the buffers for inputs in host memory; empty where they wait on the device."""
+    return next((key for key in script.segments if key.startswith("0|") and key.endswith(TURN)), "")
+
+
+def _with_buffers(parts: PassParts, num_bytes: int) -> PassParts:
+    """The last recomputed layer's backward pass makes two buffers, which go with the first layer's: here they are there
+    all the time, and so is the input that leaves last (at most three inputs more than there are, and in forward only).
+    """
+    return replace(parts, first=replace(parts.first, stash=Part(num_bytes, num_bytes)))
+
+
+def together(first: PassParts, later: PassParts, count: int) -> PassParts:
+    """Parts of `count` micro-batches that pass each layer before the next: what one leaves behind is there as often,
+    and only the first of them meets no gradients."""
+
+    def layer(a: LayerParts, b: LayerParts) -> LayerParts:
+        recompute, keep = (
+            (_repeated(x[0], y[0], count), _repeated(x[1], y[1], count))
+            for x, y in ((a.recompute, b.recompute), (a.keep, b.keep))
+        )
+        return LayerParts(_repeated(a.stash, b.stash, count), recompute, keep)
+
+    return PassParts(
+        embed=_repeated(first.embed, first.embed, count),
+        first=layer(first.first, later.first),
+        kinds={kind: layer(parts, later.kinds[kind]) for kind, parts in first.kinds.items()},
+        tail_after_recompute=_repeated(first.tail_after_recompute, later.tail_after_recompute, count),
+        tail_after_keep=_repeated(first.tail_after_keep, later.tail_after_keep, count),
+        embed_backward=_repeated(first.embed_backward, later.embed_backward, count),
+    )
+
+
+def _repeated(first: Part, later: Part, count: int) -> Part:
+    """A part of one micro-batch, then of `count - 1` others."""
+    further = later.peak_bytes + max(0, (count - 2) * later.delta_bytes)
+    peak = max(first.peak_bytes, first.delta_bytes + further) if count > 1 else first.peak_bytes
+    return Part(peak, first.delta_bytes + (count - 1) * later.delta_bytes)
 
 
 def _both(first: Part, then: Part) -> Part:

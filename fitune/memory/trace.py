@@ -17,8 +17,9 @@ from fitune.memory.events import Event
 from fitune.memory.follow import Follower
 from fitune.memory.held import holdings, largest_weight, layer_of
 from fitune.memory.replay import StepTerms
-from fitune.memory.script import Op, Script, Segment, Template
-from fitune.model.build import make_scratch
+from fitune.memory.script import Op, Script, Segment, Template, placement_of
+from fitune.memory.splice import SECOND, TURN
+from fitune.model.build import Built, make_scratch
 from fitune.plan import Plan
 
 _CUDA_GRANULE = 512  # torch's CUDA caching allocator rounds every block up to this (c10/cuda/CUDACachingAllocator.cpp)
@@ -50,17 +51,17 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def representatives(kinds: tuple[str, ...]) -> tuple[int, ...]:
-    """The first layer, which is special (its input needs no gradient where the embedding is frozen), and the first of
-    each kind behind it."""
-    later = kinds[1:]
-    return (0, *sorted(later.index(kind) + 1 for kind in set(later)))
+def representatives(kinds: tuple[str, ...], of_each: int = 1) -> tuple[int, ...]:
+    """The first layer, which is special (its input needs no gradient where the embedding is frozen), and the first ones
+    of each kind behind it."""
+    places = range(1, len(kinds))
+    return (0, *sorted(i for i in places if kinds[1:i].count(kinds[i]) < of_each))
 
 
-def shortened(config: Any, kinds: tuple[str, ...]) -> Any:
-    """The same configuration with few layers, every kind behind the first among them: the representatives alone where
-    lists say all that differs from layer to layer, else the leading layers up to the last of them."""
-    chosen = representatives(kinds)
+def shortened(config: Any, kinds: tuple[str, ...], of_each: int = 1) -> Any:
+    """The same configuration with few layers, `of_each` kind behind the first among them: these alone where lists say
+    all that differs from layer to layer, else the leading layers up to the last of them."""
+    chosen = representatives(kinds, of_each)
     leading = tuple(range(chosen[-1] + 1))
     for picks in dict.fromkeys((chosen, leading)):
         short = _picked(config, picks)
@@ -94,18 +95,29 @@ def _lists_say_all(config: Any) -> bool:
 class Tracer:
     """Traces of one model under one plan's method, format and precision; micro-batch shapes vary by call.
 
-    Left out: layer-major order is traced as micro-batch-major, and streamed layers count as resident ones.
-    Raises, when asked: `NotRegular` for plans that keep saved inputs in host memory.
+    Streamed layers, layer-major order and saved inputs in host memory are exact. Left out: micro-batches that pass
+    the layers together with a head in host memory, for which everything raises `NotRegular`.
+
+    Args:
+        irregular: no script for every shape is looked for, since an earlier time has found none.
     """
 
-    def __init__(self, config: Any, plan: Plan):
+    def __init__(self, config: Any, plan: Plan, irregular: bool = False):
         self.plan = plan
         self.kinds = layer_kinds(config)
-        self.config = shortened(config, self.kinds)
+        # an input that waits in host memory goes two layers later, and the last of them makes the buffers for all
+        self.config = shortened(config, self.kinds, of_each=2 if plan.offload_inputs else 1)
         self.granule = _CUDA_GRANULE if plan.device == "cuda" else 1
-        self.dry = DryRun(self.config, plan.with_(accumulation_order="micro-batch-major"))
+        self.placement = placement_of(plan)
+        self.dry = DryRun(self.config, _untouched(plan))
+        if plan.head_place == "host" and self.placement.streamed:
+            held = holdings(self.dry.built, self.dry.engine.masters, plan.optimizer)
+            kinds = {self.kinds[i] for i in self.placement.streamed}
+            traced = enumerate(layer_kinds(self.config))
+            self.dry.share_ring(max(held.layers[i].frozen_bytes for i, kind in traced if kind in kinds))
         self._script: Script | None = None
-        self._why_not: str | None = None  # why there is no script for every shape
+        # why there is no script for every shape
+        self._why_not: str | None = "an earlier trace has found no expressions" if irregular else None
         self._scripts: dict[tuple[int, int, int], Script] = {}
 
     def script(self) -> Script:
@@ -119,7 +131,7 @@ class Tracer:
             raise NotRegular(self._why_not)
         if self._script is None:
             try:
-                self._script = _Builder(self).general()
+                self._script = _Builder(self).general().placed(self.placement)
             except NotRegular as why:
                 self._why_not = str(why)
                 raise
@@ -132,7 +144,7 @@ class Tracer:
         except NotRegular:
             key = (num_rows, num_columns, loss_chunk)
             if key not in self._scripts:
-                self._scripts[key] = _Builder(self).at(*key)
+                self._scripts[key] = _Builder(self).at(*key).placed(self.placement)
             return self._scripts[key]
 
     def terms(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
@@ -144,9 +156,14 @@ class Tracer:
         script = self.script_at(num_rows, num_columns, loss_chunk)
         return script.step_events(num_rows, num_columns, loss_chunk, **how)
 
-    def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]:
+    def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int, *how: Any) -> list[Event]:
         """See `Script.eval_events`."""
-        return self.script_at(num_rows, num_columns, loss_chunk).eval_events(num_rows, num_columns, loss_chunk)
+        return self.script_at(num_rows, num_columns, loss_chunk).eval_events(num_rows, num_columns, loss_chunk, *how)
+
+
+def _untouched(plan: Plan) -> Plan:
+    """The plan with what `Placement` stands for left out: where frozen layers are, and the order of micro-batches."""
+    return plan.with_(accumulation_order="micro-batch-major", stream_from="none", resident_layers=None)
 
 
 class _Builder:
@@ -168,6 +185,8 @@ class _Builder:
 
     def at(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
         """The script at one shape. Many loss chunks are traced as three, the partial one last."""
+        if self._tail_is_one_part() and self.tracer.placement.together > 1:
+            raise NotRegular("a head in host memory takes all micro-batches that pass together through each tile of it")
         shape = Shape(num_rows, num_columns, loss_chunk)
         chunks = -(-shape.num_targets // loss_chunk)
         if chunks > 3 and not self._tail_is_one_part():
@@ -206,7 +225,10 @@ class _Builder:
         return self.dry.engine.driver.tiled_head is not None
 
     def _cuts(self) -> list[int]:
-        """Numbers of recomputed layers: all, none, and so that a layer of each kind is the first that is kept."""
+        """Numbers of recomputed layers: all, none, and so that a layer of each kind is the first that is kept; with
+        inputs in host memory, so that each is the last that is not."""
+        if self.tracer.plan.offload_inputs:
+            return [len(self.kinds), *range(len(self.kinds))]
         return list(dict.fromkeys([len(self.kinds), 0, *{kind: i for i, kind in enumerate(self.kinds) if i}.values()]))
 
     def _rows(self, shape: Shape) -> Rows:
@@ -259,6 +281,11 @@ class _Builder:
         if part.name == "stash":
             return f"{part.run}|stash|{where}"
         enters = "|enters" if part.name == "backward" and part.index == recompute and part.index else ""
+        if self.tracer.plan.offload_inputs and policy == "r" and part.run != "e":
+            if part.name == "forward" and part.index == 1:
+                enters = SECOND
+            if part.name == "backward" and part.index == recompute - 1:
+                enters = TURN
         return f"{part.run}|{part.name}|{where}|{policy}{enters}"
 
     def _segment(self, cutter: Cutter, at: int, fitter: Fitter) -> Segment:
@@ -302,7 +329,13 @@ class _Builder:
             clips=plan.clip > 0,
             update_bytes=update_peak_bytes(plan.optimizer, masters),
             largest_weight_bytes=largest_weight(built),
+            tile_bytes=_tile_bytes(built),
         )
+
+
+def _tile_bytes(built: Built) -> int:
+    head = built.host_head
+    return 0 if head is None else head.tile_rows * head.in_features * head.dtype.itemsize
 
 
 def _scratch_rule(dry: DryRun) -> tuple[int, int] | None:

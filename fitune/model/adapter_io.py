@@ -23,13 +23,28 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A": ".lora_A.weight", ".lora_B": ".lora_B.weight", ".magnitude": ".lora_magnitude_vector"}
 # Settings of PEFT that change what an adapter computes and that this package does not have; each must be unset.
-_UNSUPPORTED = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "layer_replication",
-                "lora_bias", "trainable_token_indices", "megatron_config", "use_qalora", "use_bdlora", "arrow_config",
-                "alora_invocation_tokens", "kasa_config", "velora_config", "monteclora_config")
+_UNSUPPORTED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "target_parameters",
+    "layer_replication",
+    "lora_bias",
+    "trainable_token_indices",
+    "megatron_config",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+)
 
 
-def write_adapter(folder: Path, adapter: Adapter, tensors: dict[str, torch.Tensor], *, base_model: str,
-                  task: str = "CAUSAL_LM") -> None:
+def write_adapter(
+    folder: Path, adapter: Adapter, tensors: dict[str, torch.Tensor], *, base_model: str, task: str = "CAUSAL_LM"
+) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors`` as a whole: on failure what was there stays.
 
     Args:
@@ -64,8 +79,11 @@ def read_adapter(folder: Path) -> tuple[Adapter, dict[str, torch.Tensor]]:
     if not path.is_file():
         pickle = (folder / "adapter_model.bin").is_file()
         pickled = "its weights are a pickle (adapter_model.bin), which can run any code"
-        raise UserError(f"cannot read the adapter in {folder}", pickled if pickle else f"there is no {WEIGHTS}",
-                        "save it again as safetensors with a newer peft")
+        raise UserError(
+            f"cannot read the adapter in {folder}",
+            pickled if pickle else f"there is no {WEIGHTS}",
+            "save it again as safetensors with a newer peft",
+        )
     read_header(path)
     tensors = {_our_name(name, path): tensor for name, tensor in load_file(str(path)).items()}
     _check(adapter, tensors, path)
@@ -76,10 +94,21 @@ def _config(adapter: Adapter, adapted: set[str], base_model: str, task: str) -> 
     targets = sorted({path.rpartition(".")[2] for path in adapted}) or list(adapter.targets)
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
     return {
-        "peft_type": "LORA", "task_type": task, "base_model_name_or_path": base_model, "revision": None,
-        "r": adapter.r, "lora_alpha": alpha, "lora_dropout": adapter.dropout, "bias": adapter.bias,
-        "target_modules": targets, "use_rslora": adapter.rslora, "use_dora": adapter.dora,
-        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "modules_to_save": None,
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base_model,
+        "revision": None,
+        "r": adapter.r,
+        "lora_alpha": alpha,
+        "lora_dropout": adapter.dropout,
+        "bias": adapter.bias,
+        "target_modules": targets,
+        "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
     }
 
 
@@ -98,8 +127,11 @@ def _our_name(name: str, path: Path) -> str:
             return inner.removesuffix(theirs) + ours
     if "bias" in inner.rpartition(".")[2] and inner != name:
         return inner.replace(".base_layer.", ".")
-    raise UserError(f"cannot use the adapter {path}", f"it holds {name}, which is not part of LoRA on linear layers",
-                    "train an adapter with linear layers as targets, and no modules_to_save")
+    raise UserError(
+        f"cannot use the adapter {path}",
+        f"it holds {name}, which is not part of LoRA on linear layers",
+        "train an adapter with linear layers as targets, and no modules_to_save",
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -107,8 +139,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"no adapter in {folder}", f"there is no {CONFIG}",
-                        "give the folder that holds adapter_config.json, for example runs/NAME/adapter") from None
+        raise UserError(
+            f"no adapter in {folder}",
+            f"there is no {CONFIG}",
+            "give the folder that holds adapter_config.json, for example runs/NAME/adapter",
+        ) from None
     except OSError as error:
         raise file_error("read", path, error) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -124,14 +159,22 @@ def _adapter(values: dict[str, Any], folder: Path) -> Adapter:
         raise UserError(what, f"it is of type {values.get('peft_type')}, not LORA", "use a LoRA adapter")
     unsupported = [f"{key} = {values[key]}" for key in _UNSUPPORTED if values.get(key)]
     if unsupported:
-        raise UserError(what, f"it has settings fitune does not have: {', '.join(unsupported)}",
-                        "merge it with peft (merge_and_unload) and use the merged model")
+        raise UserError(
+            what,
+            f"it has settings fitune does not have: {', '.join(unsupported)}",
+            "merge it with peft (merge_and_unload) and use the merged model",
+        )
     try:
         targets = values.get("target_modules") or ()
         return Adapter(
-            r=int(values["r"]), alpha=float(values["lora_alpha"]), dropout=float(values.get("lora_dropout") or 0.0),
-            bias=str(values.get("bias") or "none"), targets=(targets,) if isinstance(targets, str) else tuple(targets),
-            rslora=bool(values.get("use_rslora")), dora=bool(values.get("use_dora")))
+            r=int(values["r"]),
+            alpha=float(values["lora_alpha"]),
+            dropout=float(values.get("lora_dropout") or 0.0),
+            bias=str(values.get("bias") or "none"),
+            targets=(targets,) if isinstance(targets, str) else tuple(targets),
+            rslora=bool(values.get("use_rslora")),
+            dora=bool(values.get("use_dora")),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(what, f"{CONFIG} lacks or misstates a field: {error}", "copy the adapter again") from None
 
@@ -146,5 +189,8 @@ def _check(adapter: Adapter, tensors: dict[str, torch.Tensor], path: Path) -> No
             fits = magnitude is None if not adapter.dora else magnitude is not None and magnitude.numel() == b.shape[0]
         if not fits:
             wanted = f"lora_A and lora_B of rank {adapter.r}{' and a magnitude' if adapter.dora else ''}"
-            raise UserError(f"the adapter {path} is incomplete or of another rank",
-                            f"{layer} does not have matching {wanted}", "copy the adapter again")
+            raise UserError(
+                f"the adapter {path} is incomplete or of another rank",
+                f"{layer} does not have matching {wanted}",
+                "copy the adapter again",
+            )

@@ -328,7 +328,7 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _logsumexp(scores: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, in the steps of torch's own (the same to the bit): so a trace sees what they allocate."""
+    """Over the last dimension, in the steps of torch's own, so that a trace sees what they allocate."""
     highest = scores.amax(-1, keepdim=True)
     finite = highest.squeeze(-1)
     sizes = finite.abs()

@@ -162,6 +162,8 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
         module.__dict__["fitune_context"] = context
     if plan.method == "full":
         model.requires_grad_(True)
+        if plan.streamed_layers() and plan.stream_from != "shards":
+            built.streamed = StreamedLayers(built, plan)
     else:
         _replace_linears(built)
         _pack_experts(built)
@@ -179,11 +181,18 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
 def _check(plan: Plan) -> None:
     """Raises UserError when the plan asks for something that its method does not have."""
     streams = plan.streamed_layers() and plan.stream_from != "shards"  # parts of what is trained: `fitune.parallel`
-    if plan.method == "full" and (streams or plan.head_place == "host"):
+    if plan.method == "full" and plan.head_place == "host":
         raise UserError(
-            "cannot stream the weights of full fine-tuning",
-            "only frozen weights wait in host memory in this version",
-            "use --method lora or qlora",
+            "cannot keep the output head of full fine-tuning in host memory",
+            "a head that is trained needs its gradient on the GPU",
+            "leave head_place at device, or use --method lora or qlora",
+        )
+    if plan.method == "full" and streams and (plan.stream_from == "disk" or plan.optimizer_place == "device"):
+        raise UserError(
+            "cannot stream the weights of full fine-tuning like this",
+            "they change in every step: they must be in RAM, with their fp32 masters beside them "
+            f"(stream_from is {plan.stream_from}, optimizer_place is {plan.optimizer_place})",
+            "use stream_from pinned or pageable and optimizer_place host or streamed",
         )
     if (plan.streamed_layers() or plan.head_place == "host") and plan.ring_buffers < 2:
         raise UserError(

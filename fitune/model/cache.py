@@ -35,6 +35,8 @@ def need_space(folder: Path, num_bytes: int, what: str) -> None:
         there = there.parent
     free = shutil.disk_usage(there).free
     if free < num_bytes:
-        raise UserError(f"not enough disk space for {what}",
-                        f"it needs {format_bytes(num_bytes)}, the disk of {folder} has {format_bytes(free)} free",
-                        "free some space on this disk, or choose a folder on another one")
+        raise UserError(
+            f"not enough disk space for {what}",
+            f"it needs {format_bytes(num_bytes)}, the disk of {folder} has {format_bytes(free)} free",
+            "free some space on this disk, or choose a folder on another one",
+        )

@@ -22,8 +22,23 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 # safetensors dtype -> bytes of one element (https://github.com/huggingface/safetensors, format specification)
 ELEMENT_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
 }
 FORMATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp32", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -130,8 +145,11 @@ def _are_counts(value: Any) -> bool:
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"{path} is damaged or not a safetensors file", why,
-                     "download or copy this file again (an interrupted download leaves such a file)")
+    return UserError(
+        f"{path} is damaged or not a safetensors file",
+        why,
+        "download or copy this file again (an interrupted download leaves such a file)",
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -143,17 +161,25 @@ def _files(folder: Path) -> list[Path]:
             if not all(isinstance(name, str) for name in names):
                 raise ValueError("a file's name is not a text")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"cannot read {index}", f"it is not an index of safetensors files ({error})",
-                            "download or copy this file again") from None
+            raise UserError(
+                f"cannot read {index}",
+                f"it is not an index of safetensors files ({error})",
+                "download or copy this file again",
+            ) from None
         away = next((name for name in names if Path(name).name != name), None)
         if away is not None:
-            raise UserError(f"cannot use {index}", f"{away!r} leaves the model's folder",
-                            "download the model again from a source you trust")
+            raise UserError(
+                f"cannot use {index}",
+                f"{away!r} leaves the model's folder",
+                "download the model again from a source you trust",
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise UserError(f"model folder {folder} is incomplete",
-                            f"{len(missing)} of {len(names)} weight files are missing: {', '.join(missing[:4])}",
-                            "download or copy the missing files")
+            raise UserError(
+                f"model folder {folder} is incomplete",
+                f"{len(missing)} of {len(names)} weight files are missing: {', '.join(missing[:4])}",
+                "download or copy the missing files",
+            )
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -166,18 +192,27 @@ def _files(folder: Path) -> list[Path]:
 
 def _no_weights(folder: Path) -> UserError:
     pickles = sorted(p.name for p in folder.glob("*.bin") if p.name.startswith("pytorch_model")) or sorted(
-        p.name for p in folder.glob("*.pth"))
+        p.name for p in folder.glob("*.pth")
+    )
     if pickles:
-        return UserError(f"model folder {folder} has its weights only as pickle ({pickles[0]})",
-                         "loading a pickle can run any code, so fitune does not",
-                         "convert it, if you trust it: python -c \"from transformers import AutoModelForCausalLM as M; "
-                         f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\"")
+        return UserError(
+            f"model folder {folder} has its weights only as pickle ({pickles[0]})",
+            "loading a pickle can run any code, so fitune does not",
+            'convert it, if you trust it: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\"",
+        )
     ggufs = sorted(p.name for p in folder.glob("*.gguf"))
     if ggufs:
-        return UserError(f"model folder {folder} has no *.safetensors file",
-                         f"it has GGUF files: {', '.join(ggufs[:4])}", f"name the file: {folder / ggufs[0]}")
-    return UserError(f"model folder {folder} has no weights", "there is no *.safetensors file in it",
-                     "point to the folder that has config.json and the *.safetensors files")
+        return UserError(
+            f"model folder {folder} has no *.safetensors file",
+            f"it has GGUF files: {', '.join(ggufs[:4])}",
+            f"name the file: {folder / ggufs[0]}",
+        )
+    return UserError(
+        f"model folder {folder} has no weights",
+        "there is no *.safetensors file in it",
+        "point to the folder that has config.json and the *.safetensors files",
+    )
 
 
 def _reader(path: Path, name: str) -> Callable[[], torch.Tensor]:

@@ -40,8 +40,11 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}", f"it is not JSON ({error})", "download or copy the file again") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
-        raise UserError(f"cannot read {path}", "it is not the configuration of a model",
-                        "point to the folder of a transformers model")
+        raise UserError(
+            f"cannot read {path}",
+            "it is not the configuration of a model",
+            "point to the folder of a transformers model",
+        )
     return values
 
 
@@ -110,8 +113,9 @@ def _native(values: dict[str, Any], folder: Path) -> Any:
     try:
         return CONFIG_MAPPING[values["model_type"]].from_dict(kept)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise UserError(f"cannot use the configuration in {folder}", _first_line(error),
-                        "correct config.json, or download it again") from error
+        raise UserError(
+            f"cannot use the configuration in {folder}", _first_line(error), "correct config.json, or download it again"
+        ) from error
 
 
 def _must_be_language_model(config: Any) -> None:
@@ -119,9 +123,11 @@ def _must_be_language_model(config: Any) -> None:
 
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"model type {config.model_type} cannot be trained as a language model",
-                        f"transformers has no causal LM class for {text.model_type}",
-                        "choose a text model (fitune trains decoders that predict the next token)")
+        raise UserError(
+            f"model type {config.model_type} cannot be trained as a language model",
+            f"transformers has no causal LM class for {text.model_type}",
+            "choose a text model (fitune trains decoders that predict the next token)",
+        )
 
 
 def _remote(folder: Path) -> Any:
@@ -130,8 +136,11 @@ def _remote(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=True)
     except (ValueError, ImportError, OSError, AttributeError, TypeError, SyntaxError) as error:
-        raise UserError(f"the code shipped with the model in {folder} does not work", _first_line(error),
-                        "it may want another version of transformers; choose a native model instead") from error
+        raise UserError(
+            f"the code shipped with the model in {folder} does not work",
+            _first_line(error),
+            "it may want another version of transformers; choose a native model instead",
+        ) from error
 
 
 def _nearest(name: str, values: dict[str, Any]) -> tuple[Any, str]:
@@ -145,8 +154,10 @@ def _nearest(name: str, values: dict[str, Any]) -> tuple[Any, str]:
     if not all(isinstance(values.get(key), int) for key in _GENERIC_FIELDS):
         raise needs_code(name, values)
     fields = {k: values[k] for k in (*_GENERIC_FIELDS, *_GENERIC_OPTIONS) if values.get(k) is not None}
-    note = (f"transformers has no class for {values.get('model_type')}: this plan takes the llama class with the same "
-            "sizes; training needs the publisher's remote code (--trust-remote-code)")
+    note = (
+        f"transformers has no class for {values.get('model_type')}: this plan takes the llama class with the same "
+        "sizes; training needs the publisher's remote code (--trust-remote-code)"
+    )
     return AutoConfig.for_model("llama", **fields), note
 
 
@@ -158,12 +169,16 @@ def needs_code(name: str, values: dict[str, Any]) -> UserError:
     shape = catalog.find(name)
     native = f"train a native model of similar size{f': {shape.native_alternative}' if shape else ''}"
     if values.get("auto_map"):
-        return UserError(f"{name} needs code that is shipped with the model",
-                         f"transformers has no class for it (model type {kind}), and running a model's code is off",
-                         f"{native}; or, if you trust its publisher, add --trust-remote-code")
-    return UserError(f"{name} has an unknown model type ({kind})",
-                     f"transformers {transformers.__version__} has no class for it",
-                     f"upgrade transformers (pip install -U transformers), or {native}")
+        return UserError(
+            f"{name} needs code that is shipped with the model",
+            f"transformers has no class for it (model type {kind}), and running a model's code is off",
+            f"{native}; or, if you trust its publisher, add --trust-remote-code",
+        )
+    return UserError(
+        f"{name} has an unknown model type ({kind})",
+        f"transformers {transformers.__version__} has no class for it",
+        f"upgrade transformers (pip install -U transformers), or {native}",
+    )
 
 
 def describe_quantisation(values: dict[str, Any]) -> str:
@@ -178,9 +193,11 @@ def quantised(name: str, how: str) -> UserError:
     original = re.sub(_QUANTISED_NAME, "", short)
     shape = catalog.find(original)
     hint = f" ({shape.id if shape else original})" if original != short else ""
-    return UserError(f"{name} is already quantised ({how})",
-                     "fitune quantises the 16-bit weights itself, and merges adapters into them",
-                     f"use the original 16-bit model{hint} with --base-format nf4 or int8")
+    return UserError(
+        f"{name} is already quantised ({how})",
+        "fitune quantises the 16-bit weights itself, and merges adapters into them",
+        f"use the original 16-bit model{hint} with --base-format nf4 or int8",
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -135,8 +135,11 @@ def _reader(path: Path) -> Any:
     try:
         return gguf.GGUFReader(str(path))
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
-        raise UserError(f"{path} is damaged or of an unknown GGUF version", str(error) or type(error).__name__,
-                        "download the file again (an interrupted download leaves such a file)") from None
+        raise UserError(
+            f"{path} is damaged or of an unknown GGUF version",
+            str(error) or type(error).__name__,
+            "download the file again (an interrupted download leaves such a file)",
+        ) from None
 
 
 def _config_and_tokenizer(path: Path) -> tuple[Any, Any]:
@@ -146,8 +149,11 @@ def _config_and_tokenizer(path: Path) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except (ValueError, NotImplementedError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read the model in {path}", f"transformers: {error}",
-                        "use the model's original safetensors files instead of the GGUF") from error
+        raise UserError(
+            f"cannot read the model in {path}",
+            f"transformers: {error}",
+            "use the model's original safetensors files instead of the GGUF",
+        ) from error
     return config.get_text_config(), tokenizer
 
 
@@ -179,8 +185,11 @@ def open_tensors(path: Path, model: Any, dtype: torch.dtype) -> dict[str, Stored
     try:
         names = get_gguf_hf_weights_map(model, processor)
     except NotImplementedError as error:
-        raise UserError(f"cannot read the model in {path}", f"transformers: {error}",
-                        "use the model's original safetensors files instead of the GGUF") from error
+        raise UserError(
+            f"cannot read the model in {path}",
+            f"transformers: {error}",
+            "use the model's original safetensors files instead of the GGUF",
+        ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     parts: dict[str, list] = {}
     for tensor in reader.tensors:
@@ -190,9 +199,14 @@ def open_tensors(path: Path, model: Any, dtype: torch.dtype) -> dict[str, Stored
         elif not tensor.name.startswith("rope_freqs"):  # computed from the configuration
             parts.setdefault(tensor.name, []).append(tensor)
     stored = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
-    return {target: Stored(shapes.get(target, tuple(reversed([int(n) for n in tensors[0].shape]))), stored,
-                           _tensor_reader(target, tensors, processor, names, dtype))
-            for target, tensors in parts.items()}
+    return {
+        target: Stored(
+            shapes.get(target, tuple(reversed([int(n) for n in tensors[0].shape]))),
+            stored,
+            _tensor_reader(target, tensors, processor, names, dtype),
+        )
+        for target, tensors in parts.items()
+    }
 
 
 def _tensor_reader(target: str, tensors: list, processor: Any, names: dict, dtype: torch.dtype) -> Callable:
@@ -204,8 +218,7 @@ def _tensor_reader(target: str, tensors: list, processor: Any, names: dict, dtyp
         parsed: dict[str, dict] = {"tensors": {}}
         for tensor in tensors:
             wide = quants.dequantize(tensor.data, tensor.tensor_type)
-            done = processor.process(
-                weights=wide, name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed)
+            done = processor.process(weights=wide, name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed)
             if done.name is not None:
                 parsed["tensors"][target] = torch.from_numpy(numpy.array(done.weights, dtype=numpy.float32))
         return parsed["tensors"][target].to(dtype)

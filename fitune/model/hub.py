@@ -73,26 +73,39 @@ def _from_huggingface(model_id: str, patterns: tuple[str, ...]) -> Path:
     what = f"cannot get {model_id} from Hugging Face"
     endpoint = os.environ.get("HF_ENDPOINT") or None
     try:
-        return Path(snapshot_download(model_id, endpoint=endpoint, allow_patterns=list(patterns),
-                                      ignore_patterns=list(IGNORED_FILES)))
+        return Path(
+            snapshot_download(
+                model_id, endpoint=endpoint, allow_patterns=list(patterns), ignore_patterns=list(IGNORED_FILES)
+            )
+        )
     except GatedRepoError:
-        raise UserError(what, "the model is gated: its owner wants you to accept terms first",
-                        f"open https://huggingface.co/{model_id}, accept the terms, make a token at "
-                        "https://huggingface.co/settings/tokens and run: hf auth login") from None
+        raise UserError(
+            what,
+            "the model is gated: its owner wants you to accept terms first",
+            f"open https://huggingface.co/{model_id}, accept the terms, make a token at "
+            "https://huggingface.co/settings/tokens and run: hf auth login",
+        ) from None
     except RepositoryNotFoundError:
-        raise UserError(what, "there is no model of this name, or it is private and you are not logged in (401 or 404)",
-                        "check the spelling; for a private model run: hf auth login") from None
+        raise UserError(
+            what,
+            "there is no model of this name, or it is private and you are not logged in (401 or 404)",
+            "check the spelling; for a private model run: hf auth login",
+        ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         cause = error.__cause__
         raise _offline(model_id, what, _first_line(cause) if isinstance(cause, HfHubHTTPError) else "") from None
     except EntryNotFoundError as error:
         raise UserError(what, _first_line(error), "check the model's files on its page") from None
     except HfHubHTTPError as error:
-        raise UserError(what, _first_line(error), "try again later; a download continues where it stopped",
-                        EXIT_FAILED) from None
+        raise UserError(
+            what, _first_line(error), "try again later; a download continues where it stopped", EXIT_FAILED
+        ) from None
     except HFValidationError:
-        raise UserError(what, "this is not a model id (owner/name) and there is no such folder or file",
-                        "check the spelling or the path") from None
+        raise UserError(
+            what,
+            "this is not a model id (owner/name) and there is no such folder or file",
+            "check the spelling or the path",
+        ) from None
     except OSError as error:
         if error.errno is not None and error.filename:
             raise file_error("write", Path(str(error.filename)), error) from None
@@ -101,9 +114,13 @@ def _from_huggingface(model_id: str, patterns: tuple[str, ...]) -> Path:
 
 def _offline(model_id: str, what: str, why: str = "") -> UserError:
     why = why or "the hub cannot be reached (no network, or offline mode) and the model is not in the cache"
-    return UserError(what, why,
-                     "connect to the network; or give a local folder; in mainland China try --hub modelscope, or "
-                     "HF_ENDPOINT=https://hf-mirror.com", EXIT_FAILED)
+    return UserError(
+        what,
+        why,
+        "connect to the network; or give a local folder; in mainland China try --hub modelscope, or "
+        "HF_ENDPOINT=https://hf-mirror.com",
+        EXIT_FAILED,
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -120,8 +137,11 @@ def _modelscope_folder(model_id: str) -> Path:
 def _from_modelscope(model_id: str, patterns: tuple[str, ...]) -> Path:
     what = f"cannot get {model_id} from ModelScope"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model_id):
-        raise UserError(what, "this is not a model id (owner/name) and there is no such folder or file",
-                        "check the spelling or the path")
+        raise UserError(
+            what,
+            "this is not a model id (owner/name) and there is no such folder or file",
+            "check the spelling or the path",
+        )
     folder = _modelscope_folder(model_id)
     listing = folder / ".files.json"
     try:
@@ -133,8 +153,12 @@ def _from_modelscope(model_id: str, patterns: tuple[str, ...]) -> Path:
         wanted = [f for f in files if _wanted(f["Path"], patterns)]
         if wanted and all((folder / f["Path"]).is_file() for f in wanted):
             return folder
-        raise UserError(what, f"modelscope.cn cannot be reached ({error.reason}) and the model is not in the cache",
-            "connect to the network, or give a local folder", EXIT_FAILED) from None
+        raise UserError(
+            what,
+            f"modelscope.cn cannot be reached ({error.reason}) and the model is not in the cache",
+            "connect to the network, or give a local folder",
+            EXIT_FAILED,
+        ) from None
     wanted = [f for f in files if _wanted(f["Path"], patterns)]
     missing = [f for f in wanted if not (folder / f["Path"]).is_file()]
     need_space(folder, sum(int(f.get("Size", 0)) for f in missing), model_id)
@@ -146,8 +170,9 @@ def _from_modelscope(model_id: str, patterns: tuple[str, ...]) -> Path:
     except urllib.error.HTTPError as error:
         raise _modelscope_refused(what, error.code) from None
     except urllib.error.URLError as error:
-        raise UserError(what, f"the connection broke ({error.reason})", "run it again: it continues where it stopped",
-                        EXIT_FAILED) from None
+        raise UserError(
+            what, f"the connection broke ({error.reason})", "run it again: it continues where it stopped", EXIT_FAILED
+        ) from None
     except OSError as error:
         raise file_error("write", folder, error) from None
     return folder
@@ -169,8 +194,11 @@ def _modelscope_files(model_id: str, what: str) -> list[dict[str, Any]]:
         answer = json.loads(body)
         return [f for f in answer["Data"]["Files"] if f.get("Type") != "tree"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise UserError(what, "its answer is not a list of files (there is no such model, or the service changed)",
-                        "check the spelling on https://modelscope.cn/models") from None
+        raise UserError(
+            what,
+            "its answer is not a list of files (there is no such model, or the service changed)",
+            "check the spelling on https://modelscope.cn/models",
+        ) from None
 
 
 def _modelscope_file(model_id: str, file: dict[str, Any], target: Path, what: str) -> None:
@@ -190,15 +218,24 @@ def _modelscope_file(model_id: str, file: dict[str, Any], target: Path, what: st
     if part.stat().st_size != int(file.get("Size", 0)) or digest != (file.get("Sha256") or digest):
         if part.stat().st_size >= int(file.get("Size", 0)):
             part.unlink()
-        raise UserError(what, f"{file['Path']} did not arrive whole (size or SHA-256 differs)",
-                        "run it again: it continues where it stopped", EXIT_FAILED)
+        raise UserError(
+            what,
+            f"{file['Path']} did not arrive whole (size or SHA-256 differs)",
+            "run it again: it continues where it stopped",
+            EXIT_FAILED,
+        )
     os.replace(part, target)
 
 
 def _modelscope_refused(what: str, code: int) -> UserError:
     if code in (401, 403):
-        return UserError(what, f"the model is private or gated there (HTTP {code})",
-                         "download it with the modelscope command after `modelscope login`, and give the folder")
+        return UserError(
+            what,
+            f"the model is private or gated there (HTTP {code})",
+            "download it with the modelscope command after `modelscope login`, and give the folder",
+        )
     if code == 404:
-        return UserError(what, "there is no model of this name (HTTP 404)", "check the spelling on https://modelscope.cn/models")
+        return UserError(
+            what, "there is no model of this name (HTTP 404)", "check the spelling on https://modelscope.cn/models"
+        )
     return UserError(what, f"the service answered HTTP {code}", "try again later", EXIT_FAILED)

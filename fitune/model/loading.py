@@ -104,5 +104,6 @@ def _text_view(source: ModelSource, text_model: Any) -> weights.TextView:
             prefixes = [(f"{path}.", f"{base}.")]
             prefixes += [(f"{p}.", "lm_head.") for p, m in full.named_modules() if head is not None and m is head]
             return weights.TextView(full, tuple(prefixes))
-    raise UserError(f"cannot use {source.name}", f"no text model was found inside {type(full).__name__}",
-                    "choose a text-only model")
+    raise UserError(
+        f"cannot use {source.name}", f"no text model was found inside {type(full).__name__}", "choose a text-only model"
+    )

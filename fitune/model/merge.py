@@ -6,13 +6,14 @@ import copy
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
 from fitune.files import atomic_folder
+from fitune.hardware.host import memory
 from fitune.model import shards
 from fitune.model.adapter_io import read_adapter
 from fitune.model.cache import need_space
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 MERGE_ROWS_BYTES = 64 * MIB  # fp32 rows of one weight that are merged at once
+FRUGAL_SHARE = 16  # a frugal merge takes so many times fewer
+_PIECES = ".pieces"  # merged weights of a frugal merge, beside the files they go to
 _SMALL_FILES_BYTES = 64 * MIB  # tokenizer, configuration, index
 _COPIED = ("generation_config.json",)
 _TORCH_TO_SAFETENSORS = {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL", "int8": "I8"}
@@ -49,7 +52,7 @@ class _Part:
 
 
 def merge(source: ModelSource, adapter_folder: Path, out_folder: Path, *, dtype: str = "bf16",
-          max_shard_bytes: int = 2 * GIB, ram_cap_bytes: int | None = None,
+          max_shard_bytes: int = 2 * GIB, ram_cap_bytes: int | None = None, frugal: bool = False,
           progress: Callable[[int, int], None] | None = None) -> Merged:
     """Write ``source`` with the adapter merged into its original weights as a transformers model folder.
 
@@ -58,6 +61,8 @@ def merge(source: ModelSource, adapter_folder: Path, out_folder: Path, *, dtype:
 
     Args:
         ram_cap_bytes: most memory that tensors may take at once.
+        frugal: merged weights are put together on the disk, fewer rows at a time in RAM; the same but for the
+            rounding of such sums. Taken by itself where the cap, or the RAM that is free, asks for it.
         progress: called with (bytes written, bytes in all) after every tensor.
 
     Raises:
@@ -73,28 +78,65 @@ def merge(source: ModelSource, adapter_folder: Path, out_folder: Path, *, dtype:
     parts = list(_parts(source, model, dtype))
     entries = [entry for part in parts for entry in part.entries]
     num_bytes = sum(entry.num_bytes for entry in entries)
-    ram_bytes = _ram_bytes(source, parts, tensors)
+    ram_bytes = _ram_bytes(source, parts, tensors, frugal)
+    free_bytes = memory(Path("/")).available_bytes
+    if not frugal and ram_bytes > min(free_bytes, ram_cap_bytes or free_bytes):
+        frugal, ram_bytes = True, _ram_bytes(source, parts, tensors, True)
     if ram_cap_bytes is not None and ram_bytes > ram_cap_bytes:
         raise UserError("not enough RAM for the merge", f"it needs {format_bytes(ram_bytes)} for its largest tensors, "
                         f"the limit is {format_bytes(ram_cap_bytes)}", "raise the limit, or keep the adapter apart")
-    need_space(out_folder.parent, num_bytes + _SMALL_FILES_BYTES, "the merged model")
+    pieces_bytes = max(sum(entry.num_bytes for entry in part.entries) for part in parts) if frugal else 0
+    need_space(out_folder.parent, num_bytes + pieces_bytes + _SMALL_FILES_BYTES, "the merged model")
     with atomic_folder(out_folder) as temporary:
-        merged = _merged(source, model, parts, adapter, tensors, num_bytes, progress)
+        place = _Place(temporary / _PIECES if frugal else None)
+        merged = _merged(source, model, parts, adapter, tensors, num_bytes, progress, place)
         num_files = shards.write(temporary, entries, merged, max_shard_bytes)
+        place.clear()
         _write_small_files(source, model, dtype, temporary)
     return Merged(out_folder, num_files, num_bytes, ram_bytes)
 
 
+class _Place:
+    """Where merged weights are put together: in RAM, or in files of `folder` that are mapped into memory."""
+
+    def __init__(self, folder: Path | None = None):
+        self._folder, self._number = folder, 0
+        self.rows_bytes = MERGE_ROWS_BYTES if folder is None else max(1, MERGE_ROWS_BYTES // FRUGAL_SHARE)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor whose content is not set."""
+        import torch
+
+        size = math.prod(shape)
+        if self._folder is None or size == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        self._folder.mkdir(exist_ok=True)
+        self._number += 1
+        return torch.from_file(str(self._folder / str(self._number)), shared=True, size=size, dtype=dtype).view(*shape)
+
+    def converted(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor in another dtype, itself where it has it already."""
+        if self._folder is None or tensor.dtype == dtype:
+            return tensor.to(dtype)
+        return self.empty(tensor.shape, dtype).copy_(tensor)
+
+    def clear(self) -> None:
+        """Give the files up: what was put together in them is written."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
 def merged_weight(weight: torch.Tensor, adapter: Adapter, a: torch.Tensor, b: torch.Tensor,
-                  magnitude: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+                  magnitude: torch.Tensor | None, dtype: torch.dtype, place: _Place | None = None) -> torch.Tensor:
     """``W + scaling * B A``, with DoRA ``m * (W + scaling * B A) / |row|`` (arXiv 2402.09353), as ``dtype``.
 
     Shapes: weight [out, in], a [r, in], b [out, r], magnitude [out]. Rows are summed in fp32, some at a time.
     """
     import torch
 
-    result = torch.empty(weight.shape, dtype=dtype)
-    step = max(1, MERGE_ROWS_BYTES // (4 * weight.shape[1]))
+    place = place or _Place()
+    result = place.empty(weight.shape, dtype)
+    step = max(1, place.rows_bytes // (4 * weight.shape[1]))
     a = a.float()
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
@@ -182,21 +224,29 @@ def _safetensors_name(dtype: torch.dtype) -> str:
     return floating.get(plain) or _TORCH_TO_SAFETENSORS[plain]
 
 
-def _ram_bytes(source: ModelSource, parts: list[_Part], tensors: dict[str, torch.Tensor]) -> int:
+def _ram_bytes(source: ModelSource, parts: list[_Part], tensors: dict[str, torch.Tensor], frugal: bool) -> int:
     """The most that is held at once: the adapter, some rows in fp32, and of the largest part the weights as they are
-    read and as they are written (each twice where experts are stacked and split again)."""
+    read and as they are written (each twice where experts are stacked and split again). A frugal merge holds no more
+    of what it writes than such a split copies."""
     shapes = source.weight_shapes()
     wide = 4 if source.dtype == "fp32" or (source.path is not None and source.path.is_file()) else 2
     largest = 0
     for part in parts:
         read = sum(math.prod(shapes[name]) for name in part.dtypes) * wide
         written = sum(entry.num_bytes for entry in part.entries)
-        largest = max(largest, (read + written) * (2 if len(part.entries) > 1 else 1))
-    return largest + 2 * MERGE_ROWS_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
+        several = len(part.entries) > 1
+        if frugal:
+            needed = 2 * read + written if several else read
+        else:
+            needed = (read + written) * (2 if several else 1)
+        largest = max(largest, needed)
+    rows_bytes = MERGE_ROWS_BYTES // (FRUGAL_SHARE if frugal else 1)
+    return largest + 2 * rows_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _merged(source: ModelSource, model: Any, parts: list[_Part], adapter: Adapter, tensors: dict[str, torch.Tensor],
-            num_bytes: int, progress: Callable[[int, int], None] | None) -> Iterator[tuple[str, torch.Tensor]]:
+            num_bytes: int, progress: Callable[[int, int], None] | None,
+            place: _Place) -> Iterator[tuple[str, torch.Tensor]]:
     """The written tensors, in the order of the parts' entries."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -206,7 +256,7 @@ def _merged(source: ModelSource, model: Any, parts: list[_Part], adapter: Adapte
         held: dict[str, torch.Tensor] = {}
         while len(held) < len(part.dtypes):  # both follow the order of the model
             name, tensor = next(stream)
-            held[name] = _with_adapter(model, name, tensor, adapter, tensors, part.dtypes[name])
+            held[name] = _with_adapter(model, name, tensor, adapter, tensors, part.dtypes[name], place)
             del tensor
         stored = revert_weight_conversion(model, held)
         del held
@@ -215,20 +265,21 @@ def _merged(source: ModelSource, model: Any, parts: list[_Part], adapter: Adapte
             num_written += entry.num_bytes
             if progress is not None:
                 progress(num_written, num_bytes)
+        place.clear()
 
 
 def _with_adapter(model: Any, name: str, tensor: torch.Tensor, adapter: Adapter, tensors: dict[str, torch.Tensor],
-                  dtype: torch.dtype) -> torch.Tensor:
+                  dtype: torch.dtype, place: _Place) -> torch.Tensor:
     if name in tensors:
         return tensors[name].to(dtype)
     path = name.removesuffix(".weight")
     a = tensors.get(f"{path}.lora_A") if path != name else None
     if a is None:
-        return tensor.to(dtype)
+        return place.converted(tensor, dtype)
     b, magnitude = tensors[f"{path}.lora_B"], tensors.get(f"{path}.magnitude")
     if _is_conv1d(model, path):
-        return merged_weight(tensor.T, adapter, a, b, magnitude, dtype).T.contiguous()
-    return merged_weight(tensor, adapter, a, b, magnitude, dtype)
+        return merged_weight(tensor.T, adapter, a, b, magnitude, dtype, place).T.contiguous()
+    return merged_weight(tensor, adapter, a, b, magnitude, dtype, place)
 
 
 def _write_small_files(source: ModelSource, model: Any, dtype: str, folder: Path) -> None:

@@ -52,8 +52,11 @@ def write(folder: Path, entries: list[Entry], tensors: Iterable[tuple[str, torch
         OSError: no space, no permission.
     """
     shards = split(entries, max_shard_bytes)
-    names = ["model.safetensors"] if len(shards) == 1 else [
-        f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     source = iter(tensors)
     for file_name, shard in zip(names, shards, strict=True):
         with (folder / file_name).open("wb") as out:
@@ -64,8 +67,10 @@ def write(folder: Path, entries: list[Entry], tensors: Iterable[tuple[str, torch
                 out.write(_bytes(tensor, entry))
     assert next(source, None) is None, "more tensors than entries"
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(e.num_bytes for e in entries)},
-                 "weight_map": {e.name: n for n, shard in zip(names, shards, strict=True) for e in shard}}
+        index = {
+            "metadata": {"total_size": sum(e.num_bytes for e in entries)},
+            "weight_map": {e.name: n for n, shard in zip(names, shards, strict=True) for e in shard},
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return len(names)
 
@@ -74,8 +79,11 @@ def _header(shard: list[Entry]) -> bytes:
     header: dict = {"__metadata__": {"format": "pt"}}
     position = 0
     for entry in shard:
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape),
-                              "data_offsets": [position, position + entry.num_bytes]}
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.num_bytes],
+        }
         position += entry.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin on a multiple of eight

@@ -118,8 +118,9 @@ class ModelSource:
         return loading.open_source(self)
 
 
-def resolve(name: str, *, hub: str = "huggingface", trust_remote_code: bool = False, weights: bool = True,
-            seed: int = 0) -> ModelSource:
+def resolve(
+    name: str, *, hub: str = "huggingface", trust_remote_code: bool = False, weights: bool = True, seed: int = 0
+) -> ModelSource:
     """The model a person names: a folder, a GGUF file, ``smollm2``, a hub id, a short name, or ``random:MODEL``.
 
     With ``weights=False`` (planning) no weights are fetched and a shape is enough: catalog, local or cached
@@ -154,12 +155,18 @@ def _local(name: str, trust_remote_code: bool, weights: bool) -> ModelSource | N
         return _gguf(name, "gguf", path)
     if path.is_file() and path.suffix == ".json":
         if weights:
-            raise UserError(f"{path} has no weights", "a config.json is only a shape",
-                            f"give the model's folder, or {RANDOM}{name} for random weights")
+            raise UserError(
+                f"{path} has no weights",
+                "a config.json is only a shape",
+                f"give the model's folder, or {RANDOM}{name} for random weights",
+            )
         return _from_config(name, "shape", path, trust_remote_code, weights)
     if path.is_file():
-        raise UserError(f"{path} is not a model", "a model is a folder, a .gguf file or a hub id",
-                        "give the folder that has config.json and the *.safetensors files")
+        raise UserError(
+            f"{path} is not a model",
+            "a model is a folder, a .gguf file or a hub id",
+            "give the folder that has config.json and the *.safetensors files",
+        )
     if re.match(r"(\.{1,2}|~)?[/\\]|[A-Za-z]:[/\\]", name) or name in (".", ".."):
         raise UserError(f"no model folder at {path}", "it does not exist", "check the path")
     return None
@@ -170,11 +177,15 @@ def _folder(name: str, kind: str, path: Path, trust_remote_code: bool, weights: 
     if not config.is_file():
         adapter = (path / "adapter_config.json").is_file()
         ggufs = sorted(p.name for p in path.glob("*.gguf"))
-        raise UserError(f"{path} is not a model folder",
-                        "it is an adapter, not a model" if adapter else "it has no config.json",
-                        f"name the GGUF file: {path / ggufs[0]}" if ggufs else
-                        "name the adapter's base model" if adapter else
-                        "give the folder that has config.json and the *.safetensors files")
+        raise UserError(
+            f"{path} is not a model folder",
+            "it is an adapter, not a model" if adapter else "it has no config.json",
+            f"name the GGUF file: {path / ggufs[0]}"
+            if ggufs
+            else "name the adapter's base model"
+            if adapter
+            else "give the folder that has config.json and the *.safetensors files",
+        )
     return _from_config(name, kind, config, trust_remote_code, weights)
 
 
@@ -185,8 +196,9 @@ def _from_config(name: str, kind: str, config: Path, trust_remote_code: bool, we
     found = configs.from_values(name, values, folder, trust_remote_code, weights)
     tokenizer = folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None
     kind, place = (kind, folder) if weights else ("shape", None)
-    return ModelSource(name, kind, place, found.config, found.dtype, found.notes, tokenizer, found.full,
-                       trust_remote_code)
+    return ModelSource(
+        name, kind, place, found.config, found.dtype, found.notes, tokenizer, found.full, trust_remote_code
+    )
 
 
 def _check_sizes(config: Path, values: dict[str, Any]) -> None:
@@ -198,8 +210,9 @@ def _check_sizes(config: Path, values: dict[str, Any]) -> None:
             if isinstance(size, list):  # one per layer: transformers checks it
                 continue
             if size is not None and (type(size) is not int or not 1 <= size <= largest):
-                raise UserError(f"cannot use {config}", f"its {field_name} is {str(size)[:40]}",
-                                "download or copy the file again")
+                raise UserError(
+                    f"cannot use {config}", f"its {field_name} is {str(size)[:40]}", "download or copy the file again"
+                )
 
 
 def _gguf(name: str, kind: str, path: Path) -> ModelSource:
@@ -252,8 +265,9 @@ def _shape(name: str, hub: str, trust_remote_code: bool) -> ModelSource:
             config = hubs.fetch(name, hub, hubs.CONFIG_FILES) / "config.json"
         except UserError as error:
             near = catalog.hint(name, "the nearest models that need no network")
-            raise UserError(error.what, f"{error.why}; it is not in the catalog either",
-                            f"{error.fix}; {near}", error.exit_code) from None
+            raise UserError(
+                error.what, f"{error.why}; it is not in the catalog either", f"{error.fix}; {near}", error.exit_code
+            ) from None
     if not config.is_file():
         raise UserError(f"{name} has no config.json", "it is not a transformers model", "check the model's page")
     # Its code is not here (only config.json is), so planning takes the nearest class even where code is allowed.
@@ -261,8 +275,11 @@ def _shape(name: str, hub: str, trust_remote_code: bool) -> ModelSource:
 
 
 def _unknown(name: str) -> UserError:
-    return UserError(f"unknown model {name!r}", "there is no such folder or file, and the catalog has no such name",
-                     f"give a folder, a GGUF file or a hub id (owner/name); {catalog.hint(name)}")
+    return UserError(
+        f"unknown model {name!r}",
+        "there is no such folder or file, and the catalog has no such name",
+        f"give a folder, a GGUF file or a hub id (owner/name); {catalog.hint(name)}",
+    )
 
 
 def _random(name: str, hub: str, trust_remote_code: bool, seed: int) -> ModelSource:
@@ -270,8 +287,15 @@ def _random(name: str, hub: str, trust_remote_code: bool, seed: int) -> ModelSou
     if not inner:
         raise UserError(f"cannot use {name}", "no model is named after random:", "for example random:llama-3.1-8b")
     source = _local(inner, trust_remote_code, False) or _shape(inner, hub, trust_remote_code)
-    return dataclasses.replace(source, name=name, kind="random", path=None,
-                               notes=(*source.notes, random_note(seed)), full_config=None, seed=seed)
+    return dataclasses.replace(
+        source,
+        name=name,
+        kind="random",
+        path=None,
+        notes=(*source.notes, random_note(seed)),
+        full_config=None,
+        seed=seed,
+    )
 
 
 def random_note(seed: int) -> str:

@@ -105,6 +105,7 @@ class StreamedLayers:
     def __init__(self, built: Built, plan: Plan):
         self.base_format, self.double_quant = plan.base_format, plan.double_quant
         self.ring_buffers = plan.ring_buffers
+        self.is_trained = plan.method == "full"
         self.layouts: dict[int, Layout] = {}
         self.backing: Backing | None = None  # none on meta
         self._device = built.device
@@ -171,6 +172,13 @@ class StreamedLayers:
             )
         self.backing = RamBacking(self.layouts, pin=place == "pinned" and self._device.type == "cuda")
 
+    def in_host(self, name: str) -> torch.Tensor:
+        """A plain parameter in the RAM that it is streamed from; what is written there is what the next copy brings."""
+        layer = self._layer_of[name]
+        buffer = self.backing.flat(layer) if self.backing is not None else None
+        assert buffer is not None, f"{name} is not in RAM"
+        return next(p for p in self.layouts[layer].pieces if p.name == name).view(buffer.tensor)
+
     def is_there(self, name: str) -> bool:
         """Whether this weight is in a packed file that an earlier run has left."""
         return name in self._layer_of and self.backing is not None and self.backing.reused
@@ -227,7 +235,7 @@ class StreamedLayers:
         for piece, view in zip(self.layouts[layer].pieces, views, strict=True):
             if not piece.key:
                 module, leaf = self._parameters[piece.name]
-                module._parameters[leaf] = nn.Parameter(view, requires_grad=False)
+                module._parameters[leaf] = nn.Parameter(view, requires_grad=self.is_trained)
         self.bind(layer, views)
 
     def bind(self, layer: int, views: list[torch.Tensor]) -> None:

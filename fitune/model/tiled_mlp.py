@@ -20,9 +20,11 @@ Mlp = Callable[[torch.Tensor], torch.Tensor]
 def tiled(mlp: Mlp, module: torch.nn.Module, x: torch.Tensor, context: StepContext) -> torch.Tensor:
     """`mlp(x)` in `context.mlp_tiles` pieces of tokens. The trained parameters of `module` get their gradients while
     the result's backward runs."""
-    trained = [p for p in module.parameters() if p.requires_grad]
+    # autograd must come back here for what is trained inside, whose gradients are not this function's to return
+    is_trained = any(p.requires_grad for p in module.parameters())
+    anchor = torch.empty(0, device=x.device, requires_grad=True) if is_trained else None
     watch, context.watch = context.watch, None  # what runs inside is not what is kept
-    y = _Tiled.apply(x, mlp, module, context, *trained)
+    y = _Tiled.apply(x, mlp, module, context, anchor)
     context.watch = watch
     if watch is not None:
         watch.passed(module)
@@ -32,7 +34,7 @@ def tiled(mlp: Mlp, module: torch.nn.Module, x: torch.Tensor, context: StepConte
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, mlp: Mlp, module: torch.nn.Module, context: StepContext, *trained: torch.Tensor
+        ctx: Any, x: torch.Tensor, mlp: Mlp, module: torch.nn.Module, context: StepContext, anchor: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.mlp, ctx.context, ctx.num_tiles, ctx.keys = mlp, context, context.mlp_tiles, context.token_keys
         ctx.save_for_backward(x)
@@ -60,7 +62,7 @@ class _Tiled(torch.autograd.Function):
                 dx_NH[rows] = part_NH.grad
             del out_NH, part_NH
         dx = dx_NH.view(x.shape) if dx_NH is not None else None
-        return dx, None, None, None, *(None for _ in ctx.needs_input_grad[4:])
+        return dx, None, None, None, None
 
 
 def _pieces(ctx: Any, num_tokens: int) -> Iterator[slice]:

@@ -24,8 +24,11 @@ def load(source: ModelSource) -> Any:
     if source.name.lower() == bundled.NAME and bundled.find_gguf():
         return _bundled()
     if source.kind != "random":
-        raise UserError(f"{source.name} has no tokenizer here", "there are no tokenizer files beside its configuration",
-                        "download the whole model, or give the folder that has tokenizer.json")
+        raise UserError(
+            f"{source.name} has no tokenizer here",
+            "there are no tokenizer files beside its configuration",
+            "download the whole model, or give the folder that has tokenizer.json",
+        )
     if bundled.find_gguf() and source.config.vocab_size >= bundled.VOCAB_SIZE:
         return _bundled()
     return _bytes(source.name, source.config.vocab_size)
@@ -46,8 +49,11 @@ def _from_folder(source: ModelSource) -> Any:
         return AutoTokenizer.from_pretrained(str(source.tokenizer_path), trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, IndexError, RecursionError) as error:
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"cannot read the tokenizer of {source.name}", why,
-                        "check tokenizer.json and tokenizer_config.json, or download them again") from error
+        raise UserError(
+            f"cannot read the tokenizer of {source.name}",
+            why,
+            "check tokenizer.json and tokenizer_config.json, or download them again",
+        ) from error
 
 
 def _bytes(name: str, vocab_size: int) -> Any:
@@ -56,12 +62,16 @@ def _bytes(name: str, vocab_size: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < 256 + len(_SPECIAL):
-        raise UserError(f"{name} has no tokenizer", f"its vocabulary of {vocab_size} is too small for bytes",
-                        "use a configuration with vocab_size of at least 259")
+        raise UserError(
+            f"{name} has no tokenizer",
+            f"its vocabulary of {vocab_size} is too small for bytes",
+            "use a configuration with vocab_size of at least 259",
+        )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=_SPECIAL[0], bos_token=_SPECIAL[1],
-                                   eos_token=_SPECIAL[2])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=_SPECIAL[0], bos_token=_SPECIAL[1], eos_token=_SPECIAL[2]
+    )

@@ -132,8 +132,14 @@ def _assign(checkpoint: dict[str, Stored], model: Any) -> tuple[dict[tuple[str, 
     return collected, unexpected
 
 
-def _check(checkpoint: dict[str, Stored], model: Any, wanted: dict[str, tuple[int, ...]], found: list[Group],
-           unexpected: list[str], name: str) -> None:
+def _check(
+    checkpoint: dict[str, Stored],
+    model: Any,
+    wanted: dict[str, tuple[int, ...]],
+    found: list[Group],
+    unexpected: list[str],
+    name: str,
+) -> None:
     def matches(patterns: Collection[str] | None, key: str) -> bool:
         return any(re.search(pattern, key) for pattern in patterns or ())
 
@@ -144,15 +150,26 @@ def _check(checkpoint: dict[str, Stored], model: Any, wanted: dict[str, tuple[in
     shapes = [(g.targets[0], checkpoint[g.sources[0][1]].shape) for g in found if g.converter is None]
     wrong = [f"{k} is {list(shape)}, expected {list(wanted[k])}" for k, shape in shapes if shape != wanted[k]]
     kinds = (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", wrong))
-    problems = [f"{len(keys)} {kind}: {', '.join(keys[:4])}{', …' if len(keys) > 4 else ''}"
-                for kind, keys in kinds if keys]
+    problems = [
+        f"{len(keys)} {kind}: {', '.join(keys[:4])}{', …' if len(keys) > 4 else ''}" for kind, keys in kinds if keys
+    ]
     if problems:
-        raise UserError(f"the weights of {name} do not match its config.json ({type(model).__name__})",
-                        "tensors " + "; ".join(problems), _BELONG_TOGETHER)
+        raise UserError(
+            f"the weights of {name} do not match its config.json ({type(model).__name__})",
+            "tensors " + "; ".join(problems),
+            _BELONG_TOGETHER,
+        )
 
 
-def stream(checkpoint: dict[str, Stored], plan: list[Group], model: Any, view: TextView | None, device: Any,
-           names_wanted: Collection[str] | None, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(
+    checkpoint: dict[str, Stored],
+    plan: list[Group],
+    model: Any,
+    view: TextView | None,
+    device: Any,
+    names_wanted: Collection[str] | None,
+    name: str,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of ``plan`` in the stored dtype on ``device``; one group is in memory at a time.
 
     Raises:
@@ -169,9 +186,11 @@ def stream(checkpoint: dict[str, Stored], plan: list[Group], model: Any, view: T
         for target in list(made):
             tensor = made.pop(target)
             if tuple(tensor.shape) != shapes[target]:
-                raise UserError(f"the weights of {name} do not match its config.json ({type(model).__name__})",
-                                f"{target} is {list(tensor.shape)} after conversion, expected {list(shapes[target])}",
-                                _BELONG_TOGETHER)
+                raise UserError(
+                    f"the weights of {name} do not match its config.json ({type(model).__name__})",
+                    f"{target} is {list(tensor.shape)} after conversion, expected {list(shapes[target])}",
+                    _BELONG_TOGETHER,
+                )
             if names_wanted is None or target in names_wanted:
                 yield target, tensor.to(device)
 

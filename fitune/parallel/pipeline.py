@@ -19,7 +19,7 @@ from fitune.engine.batch import Batch, HostBatch, to_device
 from fitune.engine.engine import Engine
 from fitune.engine.optimizers import Masters
 from fitune.engine.ranks import Alone
-from fitune.engine.step import Observer, Running, backward_layer, forward_layer, start, tail, tail_loss
+from fitune.engine.step import Observer, Running, backward_layer, forward_layer, ignore, start, tail, tail_loss
 from fitune.errors import UserError
 from fitune.model.build import Built, wanted_weights
 from fitune.parallel.exchange import all_reduce, receive, send
@@ -209,12 +209,10 @@ class PipelineEngine(Engine):
         """The last rank's sums; (0, 0) on the others."""
         total, count = 0.0, 0
         failure: list[Exception] = []
-        kept = _Kept(len(self.built.layers))
         for host in host_batches:
             batch = to_device(host, self.built.device, dropout_seed=None)
             arrived = self._receive(batch, self.group.rank - 1) if not self.is_first else None
-            state = self._tried(failure, lambda b=batch, a=arrived: self._forward(b, a, kept, _quiet))  # type: ignore[misc]
-            kept = _Kept(len(self.built.layers))
+            state = self._tried(failure, lambda b=batch, a=arrived: self._evaluated(b, a))  # type: ignore[misc]
             if not self.is_last:
                 self._send(state.hidden if state is not None else None, batch, self.group.rank + 1)
             elif state is not None:
@@ -223,6 +221,9 @@ class PipelineEngine(Engine):
         if failure:
             raise failure[0]
         return total, count
+
+    def _evaluated(self, batch: Batch, arrived: torch.Tensor | None) -> Running:
+        return self._forward(batch, arrived, _Kept(len(self.built.layers)), ignore)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -248,10 +249,6 @@ class PipelineEngine(Engine):
         own = {name: tensor for name, tensor in tensors.items() if name.split("|")[1] in mine}
         numbers = {name: value for name, value in values["optimizer"].items() if name.rpartition("|")[0] in mine}
         super().load_state(own, values | {"optimizer": numbers})
-
-
-def _quiet(part: str, index: int) -> None:
-    pass
 
 
 def _prune(built: Built, own: range, is_first: bool, is_last: bool) -> None:

@@ -91,10 +91,10 @@ class ShardedRing(Ring):
         self._changed = True
         super().__init__(SimpleNamespace(streamed=built.streamed, host_head=None, device=built.device))  # type: ignore[arg-type]
         self._make_room(group)
-        self._head_ring: Ring | None = None
+        self.head_ring: Ring | None = None
         if built.host_head is not None:
             shown: Any = SimpleNamespace(streamed=None, host_head=built.host_head, device=built.device)
-            self._head_ring = Ring(shown)
+            self.head_ring = Ring(shown)
 
     def _make_room(self, group: Single) -> None:
         """Buffers for N whole parts, where N does not divide a layer evenly."""
@@ -113,8 +113,8 @@ class ShardedRing(Ring):
     def begin(self, schedule: Sequence[Item]) -> None:
         self._owed = None
         super().begin(schedule)
-        if self._head_ring is not None:
-            self._head_ring.begin(schedule)
+        if self.head_ring is not None:
+            self.head_ring.begin(schedule)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
@@ -139,7 +139,7 @@ class ShardedRing(Ring):
             with self.layer(self._schedule[self._at][1]):
                 pass
 
-    def forget(self) -> None:
+    def forget_all(self) -> None:
         """What the buffers hold is out of date."""
         self._changed = True
         for slot in self.slots:

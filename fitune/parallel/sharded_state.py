@@ -212,7 +212,7 @@ class ShardedMasters(Masters):
     def publish(self) -> None:
         for unit in self.units:
             unit.publish()
-        self._ring.forget()
+        self._ring.forget_all()
 
 
 def _units(built: Built, trainable: dict[str, nn.Parameter], group: Group) -> Iterator[Unit]:

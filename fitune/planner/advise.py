@@ -7,7 +7,7 @@ as `fitune train` does on a machine with several; a card that cannot hold the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from fitune.plan import Plan
 from fitune.planner import costs, jobs, positions
 from fitune.planner.costs import Rental
 from fitune.planner.jobs import Job
+from fitune.planner.ladder import AS_FAST
 from fitune.planner.whatif import changed
 from fitune.recipe import Recipe
 from fitune.units import format_bytes, from_gib
@@ -37,7 +38,6 @@ OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitun
 # Exchange of gradients between cards: share of the link's rate that a ring all-reduce reaches. Not measured; with
 # adapters it is under 2 % of a step, so that its error hardly shows.
 EXCHANGE_SHARE = 0.7
-AS_FAST = 1.05
 SEVERAL_ERROR = 1.2  # on the high end of a step's time with several cards, which nothing here was measured on
 
 
@@ -150,6 +150,7 @@ def advise(
     max_cost: float | None = None,
     max_hours: float | None = None,
     prices: PriceTable | None = None,
+    among: Sequence[Gpu] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Advice:
     """Every card of the catalog for this job. Needs no network and no GPU for a model of the catalog.
@@ -159,6 +160,7 @@ def advise(
         tokens: of one pass over the data, in place of reading it.
         max_cost: in the table's currency, for the whole run. max_hours: of the whole run.
         prices: another table than the catalog's.
+        among: only these cards.
         tell: is told in a sentence where the answer will take long.
 
     Raises:
@@ -180,16 +182,17 @@ def advise(
     notes += [note for note in (cut, positions.beyond_rotary(seq_len, config), *job.notes) if note]
     if tell is not None and not isinstance(config, CatalogConfig):
         tell("fitune has no traces of this model's step: they are made first, once, which takes minutes")
-    made = _Plans(recipe, config, job)
+    cards = gpus.all_gpus() if among is None else tuple(among)
+    made = _Plans(recipe, config, job, cards)
     decoder = decoder_of(getattr(config, "shape", config))
     rows = []
-    for gpu in gpus.all_gpus():
+    for gpu in cards:
         if gpu.vendor in NOT_SUPPORTED:
             continue
         for count in _counts(gpu, prices):
             rows.append(_card(gpu, count, made.for_card(gpu), job, decoder, prices))
     fitting = [row for row in rows if row.fits]
-    left_out = tuple(gpu.name for gpu in gpus.all_gpus() if gpu.vendor in NOT_SUPPORTED)
+    left_out = tuple(gpu.name for gpu in cards if gpu.vendor in NOT_SUPPORTED)
     limits = {"max_cost": max_cost, "max_hours": max_hours}
     ordered, num_within = costs.order(fitting, max_cost, max_hours)
     small = sorted((r for r in rows if not r.fits and r.num_gpus == 1), key=lambda r: (-r.budget_bytes, r.gpu.name))
@@ -222,11 +225,11 @@ def kind(gpu: Gpu) -> str:
 class _Plans:
     """A plan per class of cards, made when it is asked for, and none below a card on which nothing fits."""
 
-    def __init__(self, recipe: Recipe, config: Any, job: Job):
+    def __init__(self, recipe: Recipe, config: Any, job: Job, among: Sequence[Gpu]):
         self.recipe, self.config, self.job = recipe, config, job
         self._of: dict[str, PlanResult] = {}
         refused: tuple[int, PlanResult] | None = None  # room, and what it is too small for
-        for cards in _families():
+        for cards in _families(among):
             for smallest, members in cards:
                 room = _room(smallest)
                 small = refused is not None and room <= refused[0]
@@ -250,15 +253,15 @@ class _Plans:
 
     def nearest_fits(self) -> tuple[dict[str, Any], ...]:
         """Of the card with the most memory."""
-        largest = max((gpu for gpu in gpus.all_gpus() if gpu.id in self._of), key=_room)
-        return self._of[largest.id].nearest_fits
+        largest = max(self._of, key=lambda gpu_id: self._of[gpu_id].plan.budget_bytes or 0, default=None)
+        return self._of[largest].nearest_fits if largest is not None else ()
 
 
-def _families() -> list[list[tuple[Gpu, list[Gpu]]]]:
+def _families(among: Sequence[Gpu]) -> list[list[tuple[Gpu, list[Gpu]]]]:
     """Cards by what a plan's arithmetic depends on, the largest cards first; in each the classes of memory from the
     largest on, as (the card with the least of it, all of them)."""
     families: dict[bool, dict[tuple[int, bool], list[Gpu]]] = {}
-    for gpu in gpus.all_gpus():
+    for gpu in among:
         if gpu.vendor not in NOT_SUPPORTED:
             sizes = families.setdefault(_modern(gpu), {})
             sizes.setdefault((round(gpu.marketing_gb), gpu.memory_kind == "gddr_ecc"), []).append(gpu)
@@ -290,13 +293,12 @@ def _capability(gpu: Gpu) -> tuple[int, int] | None:
 
 def _card(gpu: Gpu, count: int, result: PlanResult, job: Job, decoder: Any, prices: PriceTable) -> CardAdvice:
     budget = gpu.usable_bytes
-    extra = overheads("cuda", _capability(gpu))
-    needed = int(result.predicted["peak_allocated_bytes"]) + extra.context_bytes
+    needed = _needed(result.predicted, gpu)
     used = min(count, result.plan.batch)
     offers = [offer for offer in prices.offers if (offer.gpu_id, offer.num_gpus) == (gpu.id, count)]
     if not result.fits:
         return CardAdvice(gpu, count, used, None, needed, budget, None, None)
-    plan, step = _quickest(result, gpu, used, job, decoder)
+    plan, step, needed = _quickest(result, gpu, used, job, decoder)
     ram = ram_bytes(plan, decoder)
     offers = [offer for offer in offers if offer.host_ram_gib is None or from_gib(offer.host_ram_gib) >= ram]
     hours = job_hours(step, job)
@@ -307,15 +309,20 @@ def _card(gpu: Gpu, count: int, result: PlanResult, job: Job, decoder: Any, pric
                       card_notes(gpu, count, used, ram))  # fmt: skip
 
 
-def _quickest(result: PlanResult, gpu: Gpu, used: int, job: Job, decoder: Any) -> tuple[Plan, StepTime]:
-    """Of the plans that fit on all cards of a class the one that is quickest on this card; as quick within 5 % is the
-    planner's own choice."""
-    others = [plans.from_dict(entry["plan"]) for entry in result.alternatives]
+def _needed(predicted: dict[str, Any], gpu: Gpu) -> int:
+    """Tensors and workspaces at the highest peak, and the driver's context."""
+    return int(predicted["peak_allocated_bytes"]) + overheads("cuda", _capability(gpu)).context_bytes
+
+
+def _quickest(result: PlanResult, gpu: Gpu, used: int, job: Job, decoder: Any) -> tuple[Plan, StepTime, int]:
+    """Of the plans that fit on all cards of a class the one that is quickest on this card, its time, and what it needs;
+    as quick within 5 % is the planner's own choice."""
+    others = [(plans.from_dict(entry["plan"]), entry["predicted"]) for entry in result.alternatives]
     found = []
-    for plan in (result.plan, *others):
+    for plan, predicted in ((result.plan, result.predicted), *others):
         mine = share(plan, used).with_(device_name=gpu.name, budget_bytes=gpu.usable_bytes)
-        found.append((mine, step_time(mine, gpu, used, job, decoder)))
-    best = min(found, key=lambda pair: pair[1].step_s)
+        found.append((mine, step_time(mine, gpu, used, job, decoder), _needed(predicted, gpu)))
+    best = min(found, key=lambda entry: entry[1].step_s)
     return found[0] if found[0][1].step_s <= AS_FAST * best[1].step_s else best
 
 
@@ -333,10 +340,10 @@ def ram_bytes(plan: Plan, decoder: Any) -> int:
 def share(plan: Plan, num_used: int) -> Plan:
     """One card's plan as each of several have it: its share of a step's records. It needs no more memory than alone
     but for one bucket of gradients (32 MiB, `fitune.parallel.replicated`), which the planner's headroom holds."""
-    rows = -(-plan.batch // num_used)
-    return plan if num_used == 1 else plan.with_(
-        batch=rows, micro_batch=min(plan.micro_batch, rows), parallel="ddp", world_size=num_used
-    )  # fmt: skip
+    if num_used == 1:
+        return plan
+    rows, way = -(-plan.batch // num_used), "ddp" if plan.stream_from == "none" else "streamed"
+    return plan.with_(batch=rows, micro_batch=min(plan.micro_batch, rows), parallel=way, world_size=num_used)
 
 
 def step_time(plan: Plan, gpu: Gpu, num_used: int, job: Job, decoder: Any) -> StepTime:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fitune.errors import UserError
 from fitune.memory import additive, known, shipped, trace_cache
@@ -17,9 +17,6 @@ from fitune.plan import Adapter, Plan
 from fitune.planner import make, predict
 from fitune.planner.techniques_list import ALL, Technique
 from fitune.recipe import QUANTISED_FORMATS
-
-if TYPE_CHECKING:
-    from fitune.planner.result import PlanResult
 
 PREDICTED, FORMULA = "predicted", "formula"
 USUAL_ADAPTER = Adapter(16, 32, 0.0, "none", ("all-linear",))
@@ -51,13 +48,13 @@ class Effect:
                 "source": t.source[1]}  # fmt: skip
 
 
-def effects(context: make.PlanContext, result: PlanResult) -> list[Effect]:
+def effects(context: make.PlanContext, plan: Plan) -> list[Effect]:
     """Every technique of the list under a plan: those it uses by what they save, then the others by what they would.
 
     Raises:
         UserError: as `predict.phases_of`.
     """
-    job = _Job(context, result.plan)
+    job = _Job(context, plan)
     found = [effect for technique in ALL if (effect := _effect(job, technique)) is not None]
     return sorted(found, key=lambda e: (not e.used, -(e.saves_bytes or 0)))
 
@@ -118,6 +115,13 @@ class _Job:
         """Of all decoder layers."""
         return sum(layer.params for layer in self.decoder.layers)
 
+    @property
+    def held_params(self) -> int:
+        """Of the layers whose weights are on the device: all of them, or those that are not streamed and the ring's."""
+        away = len(self.plan.streamed_layers())
+        held = self.plan.num_layers - away + min(away, self.plan.ring_buffers)
+        return self.layer_params * held // self.plan.num_layers
+
     def less(self, **changes: Any) -> int | None:
         """Bytes that the plan would need more with these changes; None where that is not known without a trace."""
         other = self.plan.with_(**changes)
@@ -172,7 +176,7 @@ def _quantised(name: str, bits: float) -> Callable[[_Job], Answer]:
             return False, None
         with_it = {"base_format": name, "double_quant": True} if plan.base_format not in QUANTISED_FORMATS else None
         return job.either(
-            plan.base_format == name, {"base_format": plan.precision}, with_it, job.layer_params * (2 - bits / 8)
+            plan.base_format == name, {"base_format": plan.precision}, with_it, job.held_params * (2 - bits / 8)
         )
 
     return rule
@@ -181,7 +185,7 @@ def _quantised(name: str, bits: float) -> Callable[[_Job], Answer]:
 def _double_quant(job: _Job) -> Answer:
     if job.plan.base_format not in ("nf4", "fp4"):
         return False, None
-    saved = job.layer_params * (4 / 64 - (1 + 4 / 256) / 64)
+    saved = job.held_params * (4 / 64 - (1 + 4 / 256) / 64)
     return job.either(job.plan.double_quant, {"double_quant": False}, {"double_quant": True}, saved)
 
 
@@ -282,8 +286,10 @@ def _paged(job: _Job) -> Answer:
 
 
 def _cpu_optimizer(job: _Job) -> Answer:
-    kept = job.owners.get("optimizer", 0) + job.owners.get("masters", 0)
-    return False, _ByFormula(kept)
+    if job.plan.optimizer_place != "device":
+        trained = job.decoder.params if job.plan.method == "full" else job.owners["gradients"] // 4
+        return True, _ByFormula(12 * trained)
+    return False, _ByFormula(job.owners.get("optimizer", 0) + job.owners.get("masters", 0))
 
 
 def _host_embedding(job: _Job) -> Answer:
@@ -306,11 +312,12 @@ def _streaming(job: _Job) -> Answer:
     if plan.adapter is None or plan.device != "cuda" or plan.num_layers < 3:
         return False, None
     used = plan.stream_from != "none"
-    layers = job.owners["weights"] - 2 * job.decoder.vocab * job.decoder.hidden
-    away = plan.num_layers - 2
-    if used:  # what stands there now is what is left
+    if used:
+        away = max(0, len(plan.streamed_layers()) - plan.ring_buffers)
         layers = job.layer_params * (0.52 if plan.base_format in ("nf4", "fp4") else 2)
-        away = len(plan.streamed_layers())
+    else:  # what could go: all that is there but the ends and two buffers
+        away = plan.num_layers - 2
+        layers = job.owners["weights"] - 2 * job.decoder.vocab * job.decoder.hidden
     without = {"stream_from": "none", "resident_layers": None, "head_place": "device"}
     with_it = {"stream_from": "pinned", "resident_layers": 0}
     return job.either(used, without, with_it, max(0, layers) * away / plan.num_layers)
@@ -348,5 +355,6 @@ _RULES: dict[str, Callable[[_Job], Answer]] = {
     "offload": _offload, "streaming": _streaming,
     "data_parallel": _data_parallel, "zero1": _sharded(*_STATE), "zero2": _sharded("gradients", *_STATE),
     "zero3": _sharded(*_EVERYTHING), "fsdp": _sharded(*_EVERYTHING, used=lambda plan: plan.parallel == "fsdp2"),
-    "tensor_parallel": _sharded(*_EVERYTHING), "pipeline_parallel": _sharded(*_EVERYTHING),
+    "tensor_parallel": _sharded(*_EVERYTHING),
+    "pipeline_parallel": _sharded(*_EVERYTHING, used=lambda plan: plan.parallel == "pp"),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from fitune.catalog import models as catalog
 from fitune.memory import additive, host
 from fitune.memory.replay import StepTerms
 from fitune.plan import Plan
+from fitune.planner import placement
 
 if TYPE_CHECKING:
     from fitune.planner.make import PlanContext
@@ -42,19 +43,10 @@ def of(context: PlanContext, plan: Plan, terms: StepTerms, row_width: int) -> ho
         platform=sys.platform,
         has_head=not getattr(config, "tie_word_embeddings", False),
         row_width=row_width,
-        streamed_bytes=_streamed_bytes(context, plan),
+        streamed_bytes=placement.streamed_bytes(terms, plan),
         makes_weights=name.startswith(RANDOM),
+        stored_format=_stored_format(config),
     )
-
-
-def _streamed_bytes(context: PlanContext, plan: Plan) -> int:
-    """Packed weights of the streamed layers: those that a plan with all weights resident has on the device."""
-    if plan.stream_from == "none":
-        return 0
-    resident = plan.with_(stream_from="none", resident_layers=None)
-    terms = context.tracer(resident).terms(plan.micro_batch, plan.seq_len, plan.loss_chunk)
-    layers = [terms.layers[terms.kinds[index]] for index in plan.streamed_layers()]
-    return sum(layer.weight_bytes - layer.trained_bytes for layer in layers)
 
 
 def _count(config: Any) -> int:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 REPLAY_MARGIN = 0.01
 """Share of the budget that a plan whose phases were replayed leaves free. On an H200 (torch 2.11, 2026-11-30) the
-driver counted at most 0.8 % (p95) more than was replayed, over 67 configurations
-(`benchmarks/results/h200-matrix-2026-11-30.json`), and no run predicted below a cap failed. Where a card's overheads are
-assumed, what they may be more is left free too."""
+driver counted at most 0.8 % (p95) more than was replayed, over 67 configurations, and no run predicted below a cap
+failed (`benchmarks/results/h200-matrix-2026-11-30.json`). Where a card's overheads are assumed, what they may be more
+is left free too."""
 MOST_ALTERNATIVES = 3
 MOST_REPLAYS = 5  # searches with a tighter limit after a replay was above it
 PACKING_GAIN = 1.1  # packing is chosen when padding would cost at least this factor in tokens
@@ -75,11 +75,6 @@ class PlanContext:
         room = self.allowed_bytes if self.replays else int(self.target.budget_bytes * (1 - HEADROOM))
         return room - extra.context_bytes - extra.workspace_bytes - self.held_back
 
-    def limit_of(self, draft: Plan) -> int:
-        """`limit_bytes`, less where a draft's step is only summed up."""
-        untraced = self.replays and placement.is_placed(draft)
-        return self.limit_bytes - int(untraced * placement.UNTRACED_SHARE * self.target.budget_bytes)
-
     @property
     def decoder(self) -> Any:
         """The model's shape for `fitune.speed`, made once."""
@@ -88,6 +83,10 @@ class PlanContext:
 
             self._decoder = decoder_of(getattr(self.config, "shape", self.config))
         return self._decoder
+
+    def row_width(self, plan: Plan) -> int:
+        """Tokens in the widest row that training will meet."""
+        return row_width(self, plan)
 
     def step_time(self, plan: Plan, workload: Workload | None = None) -> StepTime:
         """Of a plan's step; without `workload` at rows as wide as the widest that training meets."""
@@ -139,7 +138,7 @@ def make_plan(
     seq_len, cut = positions.effective_seq_len(recipe, config)
     longest = seq_len if data is None else min(seq_len, data.longest_tokens)
     notes += [note for note in (cut, positions.beyond_rotary(longest, config)) if note]
-    notes += _budget_note(target)
+    notes += _budget_note(target, REPLAY_MARGIN if detailed else HEADROOM)
     context = PlanContext(recipe, target, config, seq_len, data, notes, machine=machine, replays=detailed)
     _, found, tried = choose(context, base_formats(context))
     prediction = None
@@ -148,8 +147,9 @@ def make_plan(
     if found:
         result = _result(context, found[0], found[1:], tried, fits=True)
     else:
-        draft, least = min(tried, key=lambda pair: pair[1].peak_bytes)
-        result = _result(context, least, [], [pair for pair in tried if pair[0] is not draft], fits=False)
+        least = _least(context, tried)
+        others = [pair for pair in tried if pair[0].base_format != least.draft.base_format]
+        result = _result(context, least, [], others, fits=False)
     if not detailed:
         return result
     from fitune.planner.predict import with_phases  # which makes plans itself
@@ -169,13 +169,24 @@ def choose(context: PlanContext, formats: list[str]) -> tuple[Plan, list[ladder.
     for base_format in formats:
         draft = _draft(context, base_format)
         resident = search(context, draft)
-        fitting = resident.fitting(context.limit_of(draft))
+        fitting = resident.fitting(context.limit_bytes)
         found += fitting + _placed(context, draft, fitting)
         if fitting:
             break
         tried.append((draft, resident.smallest()))
     found = ladder.ordered(found)
     return found[0].draft if found else draft, found, tried
+
+
+def _least(context: PlanContext, tried: Tried) -> ladder.Candidate:
+    """The candidate with the lowest peak of all formats, with what can wait outside the card there."""
+    found = [least for _, least in tried]
+    for draft, _ in tried:
+        for placed in placement.drafts(draft):
+            if placed.accumulation_order == "micro-batch-major" and placed.resident_layers in (0, None):
+                settled = _settled(context, search(context, placed).smallest())
+                found += [settled] if settled is not None else []
+    return min(found, key=lambda c: c.peak_bytes)
 
 
 def _placed(context: PlanContext, draft: Plan, resident: list[ladder.Candidate]) -> list[ladder.Candidate]:
@@ -185,7 +196,7 @@ def _placed(context: PlanContext, draft: Plan, resident: list[ladder.Candidate])
         return []
     found = []
     for placed in placement.drafts(draft):
-        candidates = search(context, placed).fitting(context.limit_of(placed))
+        candidates = search(context, placed).fitting(context.limit_bytes)
         found += [s for c in candidates if (s := _settled(context, c)) is not None]
     streamed = [c for c in found if c.draft.stream_from != "none"]
     if streamed:
@@ -220,7 +231,7 @@ def _most_resident(context: PlanContext, candidate: ladder.Candidate) -> list[la
         made = search(context, draft)._candidate(
             candidate.micro_batch, candidate.recompute_layers, candidate.loss_chunk
         )
-        if made.peak_bytes <= context.limit_of(draft):
+        if made.peak_bytes <= context.limit_bytes:
             low, best = middle, made
         else:
             high = middle
@@ -252,14 +263,14 @@ def _replayed(
     return [], tried, None
 
 
-def _budget_note(target: Target) -> list[str]:
+def _budget_note(target: Target, share: float) -> list[str]:
     """What of a card's memory is not for tensors; the sizes a plan shows are tensors and library workspaces."""
     if target.device != "cuda":
         return []
     extra = target.overheads
     return [
         f"besides what is shown the driver's context takes about {format_bytes(extra.context_bytes)} ({extra.source}), "
-        f"and {HEADROOM:.0%} of the budget stay free for the allocator"
+        f"and {share:.0%} of the budget stay free for the allocator"
     ]
 
 
@@ -474,10 +485,8 @@ def _finished(context: PlanContext, chosen: ladder.Candidate) -> Plan:
 def _result(
     context: PlanContext, chosen: ladder.Candidate, others: list[ladder.Candidate], rejected: Tried, *, fits: bool
 ) -> PlanResult:
-    plan = chosen.plan.with_(
-        predicted=predicted_dict(chosen.peaks, context.target.overheads.workspace_bytes)
-    )
-    reasons: tuple[Reason, ...] = explain.reasons(context, plan, rejected, others, fits=fits)
+    plan = chosen.plan.with_(predicted=predicted_dict(chosen.peaks, context.target.overheads.workspace_bytes))
+    reasons: tuple[Reason, ...] = explain.reasons(context, chosen, rejected, others, fits=fits)
     plan = plan.with_(reasons=reasons)
     alternatives = []
     for candidate in _alternatives(chosen, others):

@@ -70,8 +70,9 @@ def fits_with(
         recipe = context.recipe.with_(**({"seq_len": context.seq_len} | settings))
         seq_len, _ = positions.effective_seq_len(recipe, config or context.config)
         other = make.PlanContext(
-            recipe, target or context.target, config or context.config, seq_len, context.data, tracers=context.tracers
-        )
+            recipe, target or context.target, config or context.config, seq_len, context.data,
+            tracers=context.tracers, machine=context.machine,
+        )  # fmt: skip
         found = make.choose(other, [base_format] if base_format else make.base_formats(other))[1]
     except UserError:
         return None

@@ -1,35 +1,41 @@
 """Plans whose frozen weights or layer inputs wait outside the card: which there are, and what they need.
 
 A step under such a plan allocates what the resident one does, less the streamed layers' weights, plus the ring of
-buffers they pass through; less the saved inputs, plus two of them. `terms_of` takes that sum. It leaves out what the
-allocator's rounding and fragmentation add (`UNTRACED_SHARE`).
+buffers they pass through; less the saved inputs, plus two of them. `terms_of` changes the resident step's terms so, for
+the search; `script_of` gives the events, for the allocator's replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fitune.memory.events import Event
+from fitune.memory.host import PROCESS_BYTES
 from fitune.memory.replay import LayerParts, Part, PassParts, StepTerms
 from fitune.plan import Plan
 from fitune.planner.ladder import TermsOf
 
 if TYPE_CHECKING:
+    from fitune.memory.sequence import Script
     from fitune.planner.make import PlanContext
 
-UNTRACED_SHARE = 0.03
-"""Share of the budget left free where a step is summed up instead of replayed on the allocator's model."""
 GRANULE = 512  # of the ring's buffers and of the tensors in them (fitune.engine.ring, fitune.model.streamed)
 LEVELS = (0.0, 0.25, 0.5, 0.75)  # shares of the layers whose weights stay on the card
-# The process itself beside a card, with what it imports and the driver's host memory: 1.38 to 1.48 GiB resident on an
-# H200 machine (torch 2.11, 2026-11-30, benchmarks/results/h200-matrix-2026-11-30.json: full runs, no host tables).
-PROCESS_BYTES = 1536 * 2**20
 
 
 def is_placed(plan: Plan) -> bool:
     """Whether something of the plan's step waits outside the card."""
     return bool(plan.streamed_layers()) or plan.offload_inputs or plan.head_place == "host"
+
+
+def resident(plan: Plan) -> Plan:
+    """The plan with everything of its step on the card, one micro-batch after the other."""
+    return plan.with_(
+        stream_from="none", resident_layers=None, head_place="device", offload_inputs=False,
+        accumulation_order="micro-batch-major",
+    )  # fmt: skip
 
 
 # ---- which there are -------------------------------------------------------------------------------------------------
@@ -44,10 +50,10 @@ def drafts(draft: Plan) -> Iterator[Plan]:
     if draft.method != "lora":
         return
     levels = sorted({int(share * draft.num_layers) for share in LEVELS}, reverse=True)
-    for resident in levels:
+    for count in levels:
         for order in ("micro-batch-major", "layer-major"):
             for offload in (False, True):
-                yield draft.with_(stream_from="pinned", resident_layers=resident, accumulation_order=order,
+                yield draft.with_(stream_from="pinned", resident_layers=count, accumulation_order=order,
                                   offload_inputs=offload)  # fmt: skip
 
 
@@ -57,10 +63,7 @@ def drafts(draft: Plan) -> Iterator[Plan]:
 def terms_of(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
     """Terms of a draft's step at (rows, columns, loss chunk); of one whose accumulation is layer-major those of all
     `num_rows` rows of an optimizer step together."""
-    resident = draft.with_(
-        stream_from="none", resident_layers=None, offload_inputs=False, accumulation_order="micro-batch-major"
-    )
-    of_resident: TermsOf = context.tracer(resident).terms
+    of_resident: TermsOf = context.tracer(resident(draft)).terms
     if not is_placed(draft):
         return of_resident
 
@@ -102,6 +105,60 @@ def streamed(terms: StepTerms, plan: Plan) -> StepTerms:
         terms, kinds=kinds, layers=layers, first_pass=known(terms.first_pass), later_pass=known(terms.later_pass),
         other_weight_bytes=terms.other_weight_bytes + plan.ring_buffers * buffer,
     )  # fmt: skip
+
+
+def script_of(context: PlanContext, plan: Plan) -> Script | None:
+    """The events of a plan's step; None where they are not known."""
+    if plan.head_place == "host":
+        return None
+    tracer: Script = context.tracer(resident(plan))
+    return _Placed(tracer, plan) if is_placed(plan) else tracer
+
+
+class _Placed:
+    """A resident step's events with weights elsewhere and in another order of micro-batches (`memory.script`), and with
+    what inputs in host memory leave on the card in place of them."""
+
+    def __init__(self, tracer: Any, plan: Plan):
+        self.tracer, self.plan = tracer, plan
+
+    def _script(self, *shape: int) -> Script:
+        from fitune.memory.script import placement_of
+
+        made: Script = self.tracer.script_at(*shape).placed(placement_of(self.plan))
+        return made
+
+    def step_events(self, num_rows: int, num_columns: int, loss_chunk: int, **how: Any) -> list[Event]:
+        """See `memory.sequence.Script`."""
+        events = self._script(num_rows, num_columns, loss_chunk).step_events(num_rows, num_columns, loss_chunk, **how)
+        return list(_without_inputs(events)) if self.plan.offload_inputs else events
+
+    def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]:
+        """See `memory.sequence.Script`."""
+        return self._script(num_rows, num_columns, loss_chunk).eval_events(num_rows, num_columns, loss_chunk)
+
+
+_INPUTS = -2000  # numbers of blocks that no script uses
+
+
+def _without_inputs(events: Iterable[Event]) -> Iterator[Event]:
+    """Two buffers from a pass's first saved input to its last in place of a room for each."""
+    rooms: set[int] = set()
+    buffers: list[Event] = []
+    number = _INPUTS
+    for event in events:
+        if event.num_bytes > 0 and event.part == "stash":
+            if not rooms:
+                buffers = [replace(event, block=number - i, label="layer input, on its way") for i in range(2)]
+                number -= 2
+                yield from buffers
+            rooms.add(event.block)
+        elif event.num_bytes < 0 and event.block in rooms:
+            rooms.discard(event.block)
+            if not rooms:
+                yield from (replace(event, block=b.block, num_bytes=-b.num_bytes) for b in buffers)
+        else:
+            yield event
 
 
 def streamed_bytes(terms: StepTerms, plan: Plan) -> int:
@@ -170,7 +227,7 @@ def settled(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> P
     rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
     inputs = plan.recompute_layers * rows * width * config.hidden_size * element if plan.offload_inputs else 0
     table = config.vocab_size * config.hidden_size * element if plan.embedding_place == "host" else 0
-    always = PROCESS_BYTES + table + inputs
+    always = PROCESS_BYTES["linux", "cuda"] + table + inputs
     weights = streamed_bytes(terms, plan)
     if always > target.ram_bytes or inputs > target.pinned_bytes:
         return None

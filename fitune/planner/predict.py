@@ -139,8 +139,8 @@ def phases_of(context: make.PlanContext, plan: Plan, *, briefly: bool = False) -
     width = make.row_width(context, plan)
     terms = placement.terms_of(context, plan, make.num_rows(context, plan))(plan.micro_batch, width, plan.loss_chunk)
     facts = model_facts.of(context, plan, terms, width)
-    tracer = None if placement.is_placed(plan) else context.tracer(plan)
-    return predict_phases(terms, plan, context.target.overheads, facts, tracer, width, briefly)
+    script = placement.script_of(context, plan)
+    return predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
 
 
 def predicted_of(context: make.PlanContext, prediction: Prediction) -> dict[str, Any]:
@@ -189,9 +189,7 @@ def step_time(context: make.PlanContext, plan: Plan) -> StepTime:
     return context.step_time(plan)
 
 
-def with_phases(
-    context: make.PlanContext, result: PlanResult, prediction: Prediction | None = None
-) -> PlanResult:
+def with_phases(context: make.PlanContext, result: PlanResult, prediction: Prediction | None = None) -> PlanResult:
     """A plan's result with every phase predicted, what the allocator reserves, and the time of a step.
 
     Args:

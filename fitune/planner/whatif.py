@@ -29,6 +29,7 @@ NO_CHANGE = ("data", "eval_data", "out", "log_to", "save_every", "eval_every", "
              "trust_remote_code", "columns", "eval_share")  # fmt: skip
 MOST_TOKENS, TOKENS_STEP = 1 << 20, 128  # of a record: where the search for the longest ends, and what it rounds to
 MOST_ROWS = 4096
+OFF_CARD = ("stream_from", "resident_layers", "ring_buffers", "head_place", "offload_inputs", "mlp_tiles")
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,10 @@ def _fitting(context: make.PlanContext, changes: dict[str, Any], config: Any = N
     return nofit.fits_with(context, changes, config=config)
 
 
-def _most(ask_for: Callable[[int], ladder.Candidate | None], step: int, end: int) -> tuple[int, ladder.Candidate | None]:
+Most = tuple[int, ladder.Candidate | None]
+
+
+def _most(ask_for: Callable[[int], ladder.Candidate | None], step: int, end: int) -> Most:
     """The largest multiple of `step` up to `end` that fits: doubled until it does not, then halved in between. Memory
     grows with what is asked for."""
     low, best, high = 0, None, step
@@ -220,6 +224,7 @@ def _largest_model(context: make.PlanContext) -> Limit:
 
 
 def _ships(plan: Plan, config: Any) -> bool:
-    """Whether a plan like this of another model of the catalog needs no trace."""
-    places = [plan.with_(embedding_place=place) for place in ("host", "device")]
+    """Whether a plan like this, all of it on the card, of another model of the catalog needs no trace."""
+    plain = {name: Plan.__dataclass_fields__[name].default for name in OFF_CARD}
+    places = [plan.with_(embedding_place=place, **plain) for place in ("host", "device")]
     return any(shipped.find(config, one) is not None for one in places)

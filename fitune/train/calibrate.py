@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform as platform_module
 import re
 import tempfile
@@ -19,8 +20,11 @@ from typing import Any
 from fitune.errors import UserError
 from fitune.hardware import Device, Machine, torch_build
 from fitune.hardware.calibration import Calibration
+from fitune.units import format_bytes
 
 PRECISIONS = ("bf16", "fp16", "fp32")
+BUSY_SHARE = 0.5  # of the processor's cores: a load above it slows what is measured
+IDLE_CARD_SHARE = 0.1  # of a card's memory: what a desktop holds is less
 STEPS = 3  # training steps: the first makes the optimizer's state, the others load what is left of the kernels
 OnStep = Callable[[str], None]
 
@@ -36,6 +40,7 @@ def calibrate(device: Device | None, machine: Machine, on_step: OnStep) -> Calib
     """
     started = time.perf_counter()
     found = _Found()
+    found.notes += busy(device)
     if device is None:
         _measure_processor(found, on_step)
         name, uuid = processor_name(), None
@@ -58,6 +63,24 @@ def calibrate(device: Device | None, machine: Machine, on_step: OnStep) -> Calib
         notes=tuple(found.notes),
         seconds=round(time.perf_counter() - started, 1),
     )
+
+
+def busy(device: Device | None, load: float | None = None) -> list[str]:
+    """Why figures may come out too low: other programs at work on the processor or holding memory of the card.
+
+    Args:
+        load: mean number of runnable processes over the last minute; None: what the system says, where it does.
+    """
+    notes = []
+    if load is None:
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    cores = os.cpu_count() or 1
+    if load > BUSY_SHARE * cores:
+        notes.append(f"the processor was busy before (load {load:.1f} on {cores} cores): measure again when it is idle")
+    held = 0 if device is None else device.total_bytes - device.free_bytes
+    if device is not None and held > IDLE_CARD_SHARE * device.total_bytes:
+        notes.append(f"{format_bytes(held)} of the card were in use before: measure again when it is idle")
+    return notes
 
 
 def versions(device: Device | None) -> dict[str, str | None]:

@@ -12,20 +12,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fitune.errors import UserError
+from fitune.errors import EXIT_FAILED, UserError
 from fitune.files import (
+    BINARY,
     atomic_folder,
     atomic_write,
     explained,
     is_disk_full,
     parse_json,
+    remove_folder,
     sha256,
     size_on_disk,
     write_out,
@@ -74,7 +75,9 @@ def save(
             spare = [old for old in steps(folder)[:-1] if old not in (step, best_step(folder))]
             if cause is None or not is_disk_full(cause) or not spare:
                 raise
-            shutil.rmtree(folder / f"step-{spare[0]:08d}", ignore_errors=True)
+            remove_folder(folder / f"step-{spare[0]:08d}")
+            if spare[0] in steps(folder):  # it cannot be removed: nor will it be next time
+                raise
     prune(folder, keep)
     return path, size_on_disk(path)
 
@@ -108,7 +111,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:
         write_out(descriptor, len(text).to_bytes(8, "little") + text)
         for name in order:
@@ -120,7 +123,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:
         write_out(descriptor, content)
     finally:
@@ -139,7 +142,7 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all checkpoints but the newest `keep` and the best one."""
     for old in steps(folder)[:-keep]:
         if old != best_step(folder):
-            shutil.rmtree(folder / f"step-{old:08d}", ignore_errors=True)
+            remove_folder(folder / f"step-{old:08d}")
 
 
 def mark_best(folder: Path, step: int, eval_loss: float) -> None:
@@ -191,6 +194,24 @@ def load_latest(folder: Path, *, with_tensors: bool = True) -> Checkpoint | None
         return None
     raise UserError(f"cannot resume from {last[0]}", f"it is damaged ({last[1]}), and there is no earlier whole one",
                     f"remove {folder} to start over with --resume, or start a new run")  # fmt: skip
+
+
+def trained(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """What was trained, as it was after a step, by the parameters' names.
+
+    Raises:
+        UserError: this checkpoint is damaged.
+    """
+    from safetensors import SafetensorError
+
+    path = folder / f"step-{step:08d}"
+    try:
+        _, tensors = _read(path, True)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"cannot read {path}", f"it is damaged ({why})", "leave --best out, or copy the run again",
+                        EXIT_FAILED) from None  # fmt: skip
+    return {n.removeprefix(_PARAMETER): t for n, t in tensors.items() if n.startswith(_PARAMETER)}
 
 
 def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ from fitune import recipe as recipes
 from fitune.errors import EXIT_FAILED, UserError
 from fitune.files import atomic_write
 from fitune.plan import Plan
-from fitune.train.oom import DEVICE, HOST, MemoryFailure, classify_text
+from fitune.train.oom import DEVICE, HOST, PEER, MemoryFailure, classify_text
 
 MOST_WITHOUT_PROGRESS = 4  # restarts without a newer checkpoint, where each one changes something
 MOST_UNCHANGED = 2  # where there is nothing to change
@@ -123,6 +123,8 @@ class Restarts:
 
         if death.failure is None or death.planned:
             return None, UNCHANGED if not death.planned else self._planned()
+        if death.failure.where == PEER:
+            return None, UNCHANGED  # a connection that is gone: no smaller plan mends it
         if not death.is_certain and self._without_progress == 1:
             return None, UNCHANGED  # perhaps somebody's hand: the same again, exactly
         run = RunFolder(self.folder)
@@ -141,8 +143,12 @@ class Restarts:
     def _planned(self) -> str:
         from fitune.train.run_folder import RunFolder
 
-        changes = [event.get("change") for event in RunFolder(self.folder).events() if event.get("event") == "replan"]
-        return str(changes[-1]) if changes else UNCHANGED
+        for event in reversed(RunFolder(self.folder).events()):
+            if event.get("event") == "replan":
+                return str(event.get("change"))
+            if event.get("event") == "restart":
+                break
+        return UNCHANGED
 
     def _store(self, plan: Plan) -> int:
         number = len(list(self.folder.glob("plan.*.json"))) + 1

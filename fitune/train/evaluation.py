@@ -141,7 +141,7 @@ def samples(active: Run, engine: Engine, when: str) -> None:
                 raise
             text = None
         if active.stop.requested is not None:
-            return  # it was cut: the resumed run asks again
+            return  # cut short: no answer
         if text is None:
             give_back(engine.built.device)
             active.emit("notice", text=f"no sample answer {when} training: there is not enough memory for it")

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from fitune.errors import EXIT_FAILED, UserError
-from fitune.files import atomic_write, explained, file_error, parse_json, try_lock, write_out
+from fitune.files import BINARY, atomic_write, explained, file_error, parse_json, try_lock, write_out
 
 # Every kind of event (field `event`) and its fields. Each event also has `time`, seconds since 1970. Bytes are
 # integers; a field that is not known is null or left out; a number that is not finite (a loss of NaN) is null.
@@ -105,7 +105,7 @@ class EventLog:
 
     def _open(self) -> None:
         with explained("open", self.path):
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
             try:
                 self._lock()
                 self._cut_torn_tail()

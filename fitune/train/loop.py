@@ -25,7 +25,7 @@ from fitune.train.died import FRUGAL
 from fitune.train.events import EventLog
 from fitune.train.loggers import open_loggers
 from fitune.train.moved import plan_here
-from fitune.train.oom import PEER, PLACES, classify
+from fitune.train.oom import LOST, PEER, PLACES, classify
 from fitune.train.pulse import TIMES, Pulse, nobody
 from fitune.train.recover import Agree, Restart, alone
 from fitune.train.report import write_report
@@ -34,6 +34,7 @@ from fitune.train.run_folder import RunFolder
 from fitune.train.saver import Saver
 from fitune.train.signals import EXIT_CODES, Stopped, StopSignals
 from fitune.train.supervise import EXIT_RESTART
+from fitune.units import from_gib
 
 if TYPE_CHECKING:
     from fitune.data.batches import MicroBatch, StepStream
@@ -74,7 +75,8 @@ class Run:
     def saver(self) -> Saver:
         if not self.group.is_leader:
             return ranks.SilentSaver()  # type: ignore[return-value]
-        return Saver(self.folder.checkpoints_path, self.recipe.keep_checkpoints)
+        ram_bytes = from_gib(self.recipe.ram) if self.recipe.ram else None
+        return Saver(self.folder.checkpoints_path, self.recipe.keep_checkpoints, ram_bytes=ram_bytes)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -314,6 +316,8 @@ def _guarded(active: Run, *, resumed: bool, lang: str, supervised: bool) -> Trai
 
 
 def _broken(wanted: Restart) -> str:
+    if wanted.failure.where == LOST:
+        return "the device does not answer any more"
     return f"out of {PLACES[wanted.failure.where]}, and this process cannot go on with the device"
 
 

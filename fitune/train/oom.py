@@ -13,6 +13,7 @@ from pathlib import Path
 
 DEVICE, HOST, PINNED = "device", "host", "pinned"
 PEER = "peer"  # another rank: its own failure is not known here
+LOST = "lost"  # no memory: the device does not answer any more
 PLACES = {DEVICE: "GPU memory", HOST: "host memory", PINNED: "pinned host memory", PEER: "memory on another rank"}
 
 
@@ -21,7 +22,8 @@ class MemoryFailure:
     """Memory ran out.
 
     Attributes:
-        where: ``device``, ``host``, ``pinned``, or ``peer`` (another rank failed or hangs).
+        where: ``device``, ``host``, ``pinned``, ``peer`` (another rank failed or hangs) or ``lost`` (the device does
+            not answer any more, and memory is not why).
         source: who said so: torch, driver, cublas, cudnn, nccl, bitsandbytes, pinned, cpu, python, kernel, rank.
         line: its own words, one line.
         fatal: the process cannot go on with this device (a broken communicator, a library that ended the process).
@@ -56,7 +58,7 @@ _FORMS: tuple[tuple[str, str, bool, re.Pattern[str]], ...] = tuple(
         ("kernel", HOST, False, r"detected \d+ oom[-_]kill event|oomkilled"),
         ("cpu", HOST, False, r"defaultcpuallocator: (can't|not enough)|not enough memory: you tried to allocate"),
         ("cpu", HOST, False, r"unable to allocate .*(gib|mib|kib|bytes) for an array|std::bad_alloc"),
-        ("cpu", HOST, False, r"cannot allocate memory|unable to mmap \d+ bytes|\benomem\b|error code 12\b"),
+        ("cpu", HOST, False, r"cannot allocate memory|unable to mmap \d+ bytes|\benomem\b"),
         ("python", HOST, False, r"^(numpy.*)?memoryerror\b"),
     )
 )
@@ -83,16 +85,22 @@ def classify(problem: BaseException) -> MemoryFailure | None:
 
 
 def classify_text(text: str) -> MemoryFailure | None:
-    """What a program's messages say about memory: the last line that says something decides."""
+    """What a program's messages say about memory: the last line that says something decides, where one rank says what
+    happened and others that it is gone, the one that knows."""
     if "1EB memory" in text:
         return None
+    peer = None
     for raw in reversed(text.splitlines()):
         line = re.sub(r"^(error|why): ", "", raw.strip())  # as `UserError` is printed
         lower = re.sub(r"^[\w.]+(error|exception): ", "", line.lower())
         for source, where, fatal, pattern in _FORMS:
             if pattern.search(lower) or pattern.search(line.lower()):
-                return MemoryFailure(where, source, line[:300], fatal)
-    return None
+                found = MemoryFailure(where, source, line[:300], fatal)
+                if where != PEER:
+                    return found
+                peer = peer or found
+                break
+    return peer
 
 
 def _chain(problem: BaseException) -> Iterator[BaseException]:

@@ -69,17 +69,41 @@ def plan_for(session: sessions.Session, group: Single) -> PlanResult:
     Raises:
         UserError: settings that cannot run on several processes.
     """
-    whole = sessions.plan_session(session)
     if group.size == 1:
-        return whole
+        return sessions.plan_session(session)
     recipe = session.recipe
+    packing = recipe.packing if recipe.packing is not None else sessions.plan_session(session).plan.packing
     share = recipe.batch if recipe.parallel == "pp" else -(-recipe.batch // group.size)
     micro_batch = None if recipe.micro_batch is None else min(recipe.micro_batch, share)
     # Packing is the whole step's: it decides, among others, which records of like length share a step.
-    mine = recipe.with_(batch=share, packing=whole.plan.packing, micro_batch=micro_batch)
+    mine = recipe.with_(batch=share, packing=packing, micro_batch=micro_batch)
     result = sessions.plan_session(dataclasses.replace(session, recipe=mine))
     plan = as_parallel(result.plan.with_(batch=recipe.batch), recipe.parallel, group.size)
-    return dataclasses.replace(result, plan=plan, reasons=plan.reasons)
+    result = dataclasses.replace(result, plan=plan, reasons=plan.reasons)
+    return _in_parts(session, result, share) if plan.parallel == "fsdp2" and not result.fits else result
+
+
+def _in_parts(session: sessions.Session, result: PlanResult, share: int) -> PlanResult:
+    """What does not fit on one GPU, looked at again with 1/N of it on each: a trace of the rank's own step."""
+    from fitune import hardware
+    from fitune.memory.constants import HEADROOM
+    from fitune.memory.dry import Rows
+    from fitune.memory.ranks import trace_rank
+    from fitune.planner.target import choose_target
+
+    plan, target = result.plan, choose_target(session.recipe, hardware.probe())
+    longest = max(len(record) for record in (*session.data.train, *session.data.eval))
+    passes = min(2, -(-share // plan.micro_batch))  # the second pass of a step is as all later ones
+    peaks = trace_rank(session.config, plan, [Rows(plan.micro_batch, min(plan.seq_len, longest))] * passes)
+    extra = target.overheads
+    needed = max(peaks.first_step, peaks.step, peaks.eval) + extra.workspace_bytes
+    if needed > target.budget_bytes * (1 - HEADROOM) - extra.context_bytes:
+        return result
+    phases = {name: {"peak_allocated_bytes": getattr(peaks, name) + extra.workspace_bytes}
+              for name in ("first_step", "step", "eval")}  # fmt: skip
+    predicted = {"peak_allocated_bytes": needed, "phases": phases}
+    plan = plan.with_(predicted=predicted)
+    return dataclasses.replace(result, fits=True, plan=plan, predicted=predicted, nearest_fits=())
 
 
 def as_parallel(plan: Plan, wanted: str, size: int) -> Plan:

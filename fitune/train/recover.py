@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fitune.errors import EXIT_DOES_NOT_FIT, UserError
 from fitune.files import atomic_write
 from fitune.train.died import FIXABLE, FRUGAL, UNCHANGED
-from fitune.train.oom import HOST, PEER, PINNED, PLACES, MemoryFailure, classify
+from fitune.train.oom import HOST, LOST, PEER, PINNED, PLACES, MemoryFailure, classify
 from fitune.train.ranks import STOP, PeerGaveUp, given_up
 from fitune.train.signals import StepGivenUp
 
@@ -90,8 +90,9 @@ def with_recovery(active: Run, engine: Engine, work: Callable[[], Result], *, ph
             _vote(active, engine, given_up())
             raise
         except (RuntimeError, MemoryError, OSError) as problem:
-            found = classify(problem)
+            found = about_memory(active, problem)
             if found is None:
+                _check_device(engine, problem)
                 raise
             failure = _vote(active, engine, located(found, engine.plan, engine.built.device))
         if failure.where == STOP:
@@ -110,6 +111,20 @@ def with_recovery(active: Run, engine: Engine, work: Callable[[], Result], *, ph
             _smaller_scratch(engine, plan.loss_chunk)
         engine.plan = plan
         marks.restore(engine)
+
+
+def about_memory(active: Run, problem: BaseException) -> MemoryFailure | None:
+    """As `classify`; a run of one process has no peers: a lost connection is some other one."""
+    found = classify(problem)
+    return None if found is not None and found.where == PEER and active.group.size == 1 else found
+
+
+def _check_device(engine: Engine, problem: BaseException) -> None:
+    """Raises Restart where an error that is not about memory has left the device unusable (an illegal access, a bus or
+    ECC error): perhaps a new process can go on."""
+    if isinstance(problem, RuntimeError) and not give_back(engine.built.device):
+        line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        raise Restart(MemoryFailure(LOST, "driver", line, fatal=True), is_whole=False, fatal=True) from problem
 
 
 def located(failure: MemoryFailure, plan: Plan, device: Any) -> MemoryFailure:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import EXIT_DONE
-from fitune.plan import Plan
+from fitune.plan import Adapter, Plan
 from fitune.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    import torch
+
     from fitune.engine.engine import Engine
     from fitune.train.session import Session
 
@@ -54,7 +56,6 @@ def write_result(run: RunFolder, session: Session, plan: Plan, engine: Engine) -
         UserError: it cannot be written, for example on a full disk (exit code 1).
     """
     from fitune.files import atomic_folder
-    from fitune.model.adapter_io import write_adapter
 
     tokenizer, template, source = session.tokenizer, session.data.template, session.source
     if template is not None and template.template is not None:
@@ -63,10 +64,7 @@ def write_result(run: RunFolder, session: Session, plan: Plan, engine: Engine) -
     with atomic_folder(run.model_path if adapter is None else run.adapter_path) as temp:
         tokenizer.save_pretrained(temp)
         if adapter is not None:
-            write_adapter(temp / "written", adapter, engine.trained_tensors(), base_model=source.reference)
-            for file in (temp / "written").iterdir():
-                file.rename(temp / file.name)
-            (temp / "written").rmdir()
+            put_adapter(temp, adapter, engine.trained_tensors(), source.reference)
             return
         model = engine.built.model
         trains_with, model.config.use_cache = model.config.use_cache, getattr(source.config, "use_cache", True)
@@ -76,3 +74,18 @@ def write_result(run: RunFolder, session: Session, plan: Plan, engine: Engine) -
             model.config.use_cache = trains_with  # an evaluation may follow
         if source.path is not None and (source.path / "generation_config.json").is_file():
             shutil.copyfile(source.path / "generation_config.json", temp / "generation_config.json")
+
+
+def put_adapter(folder: Path, adapter: Adapter, tensors: dict[str, torch.Tensor], base_model: str) -> None:
+    """An adapter's two files, put into a folder that holds other files already.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    from fitune.model.adapter_io import write_adapter
+
+    written = folder / "written"
+    write_adapter(written, adapter, tensors, base_model=base_model)
+    for file in written.iterdir():
+        file.rename(folder / file.name)
+    written.rmdir()

@@ -40,10 +40,11 @@ class Saver:
         folder: of the checkpoints.
         keep: how many of the newest stay.
         background: False writes every one at once (`frugal`: no copy in RAM).
+        ram_bytes: most host memory that this process may use, where the person set a limit.
     """
 
-    def __init__(self, folder: Path, keep: int, *, background: bool = True):
-        self.folder, self.keep, self.frugal = folder, keep, not background
+    def __init__(self, folder: Path, keep: int, *, background: bool = True, ram_bytes: int | None = None):
+        self.folder, self.keep, self.frugal, self.ram_bytes = folder, keep, not background, ram_bytes
         self._thread: threading.Thread | None = None
         self._done: queue.SimpleQueue[Saved | BaseException] = queue.SimpleQueue()
 
@@ -90,7 +91,7 @@ class Saver:
     def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """The tensors in memory of their own, or None where that would not leave enough for others."""
         needed = sum(t.numel() * t.element_size() for t in tensors.values())
-        if needed > COPY_SHARE * memory(Path("/")).available_bytes:
+        if needed > COPY_SHARE * self._free_bytes():
             return None
         try:
             return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -99,6 +100,14 @@ class Saver:
                 raise
             self.frugal = True
             return None
+
+    def _free_bytes(self) -> int:
+        free = memory(Path("/")).available_bytes
+        if self.ram_bytes is None:
+            return free
+        import psutil
+
+        return min(free, max(0, self.ram_bytes - psutil.Process().memory_info().rss))
 
     def _write(
         self,

@@ -259,8 +259,9 @@ class Supervisor:
 
         assert self._process is not None
         with contextlib.suppress(psutil.Error):
-            return bool(psutil.Process(self._process.pid).status() in (psutil.STATUS_STOPPED,
-                                                                      psutil.STATUS_TRACING_STOP))
+            return bool(
+                psutil.Process(self._process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            )
         return False
 
     @contextmanager

@@ -11,10 +11,10 @@ from fitune.errors import EXIT_FAILED, UserError
 from fitune.train import checkpoint, evaluation, nonfinite, watch
 from fitune.train import session as sessions
 from fitune.train.measure import Meter
-from fitune.train.oom import classify
 from fitune.train.recover import (
     Marks,
     Restart,
+    about_memory,
     before_update,
     free,
     generators,
@@ -89,7 +89,7 @@ def _load(active: Run, meter: Meter) -> tuple[Engine, dict[str, Any]]:
         loaded = meter.peaks()
         return sessions.make_engine(built, active.plan, active.group), loaded
     except (RuntimeError, MemoryError, OSError) as problem:
-        failure = classify(problem)
+        failure = about_memory(active, problem)
         if failure is None:
             raise
     replan(active, failure, "load")

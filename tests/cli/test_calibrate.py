@@ -126,6 +126,29 @@ def test_a_stored_card_is_shown(capsys, one_card):
     assert "stale" not in out
 
 
+def test_where_it_cannot_be_stored_nothing_is_measured(capsys, no_gpu, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FITUNE_CALIBRATION", str(tmp_path / "file" / "below"))
+    code, out, err = run(capsys)
+    assert (code, out) == (2, "") and "cannot make the folder" in err
+    assert "measuring" not in err.replace("measured", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (55e12, "FLOP/s", "55 TFLOP/s"),
+        (20.7e9, "FLOP/s", "20.7 GFLOP/s"),
+        (999.9e6, "B/s", "1 GB/s"),
+        (6.38e6, " values/s", "6.38 M values/s"),
+        (2.53e-6, "s", "2.53 us"),
+        (1984e12, "FLOP/s", "1.98 PFLOP/s"),
+    ],
+)
+def test_rates_read_with_a_prefix(value: float, unit: str, text: str):
+    assert command.with_prefix(value, unit) == text
+
+
 def test_a_stale_one_is_said(capsys, one_card, monkeypatch):
     calibration.store(FOUND, CARD)
     monkeypatch.setattr(hardware, "torch_build", lambda *a: hardware.TorchBuild(True, "2.13.0+cu130", "13.0"))

@@ -171,7 +171,7 @@ def test_gpus_of_a_name(capsys):
 def test_gpus_of_an_unknown_name(capsys):
     code, out, err = run(capsys, "gpus", "rtx9999", "--json")
     assert (code, out) == (2, "")
-    assert err.startswith("error: unknown GPU 'rtx9999'\n")
+    assert err.startswith("error: no GPU and no model is called 'rtx9999'\n")
 
 
 def test_gpus_lists_machine_and_catalog(capsys):

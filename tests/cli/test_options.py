@@ -10,6 +10,8 @@ import pytest
 from fitune.cli.api import make_recipe
 from fitune.cli.commands.plan import NOT_PLANNED
 from fitune.cli.commands.plan import command as plan_command
+from fitune.cli.commands.predict import NOT_PREDICTED
+from fitune.cli.commands.predict import command as predict_command
 from fitune.cli.commands.train import command as train_command
 from fitune.cli.options import given, metavar, option_name
 from fitune.errors import UserError
@@ -23,7 +25,8 @@ TYPED = {
     "lora_alpha": "16", "lora_dropout": "0.05", "lora_bias": "all", "lora_targets": "q_proj,v_proj", "rslora": True,
     "dora": True, "batch": "4", "micro_batch": "2", "epochs": "1.5", "steps": "7", "lr": "1e-3", "schedule": "linear",
     "warmup": "10", "weight_decay": "0.01", "clip": "0", "seed": "3", "precision": "fp16", "optimizer": "lion",
-    "recompute": "12", "loss_chunk": "128", "gpu": "rtx3080", "devices": "0", "vram": "10", "ram": "16GiB",
+    "recompute": "12", "loss_chunk": "128", "gpu": "rtx3080", "devices": "0", "nproc": "2",
+    "parallel": "ddp", "vram": "10", "ram": "16GiB",
     "save_every": "5", "eval_every": "6", "keep_checkpoints": "3", "on_nan": "skip",
     "log_to": "tensorboard,wandb", "out": "o",
 }  # fmt: skip
@@ -62,8 +65,14 @@ def test_nothing_given_is_the_default_recipe():
 
 
 def test_plan_has_the_settings_that_matter_to_it():
+    own = {"as_json", "explain", "what_if", "limits", "lang"}
     names = {param.name for param in plan_command.params}
-    assert names == Recipe.model_fields.keys() - set(NOT_PLANNED) | {"as_json"}
+    assert names == Recipe.model_fields.keys() - set(NOT_PLANNED) | own
+
+
+def test_predict_has_the_settings_that_matter_to_it():
+    names = {param.name for param in predict_command.params}
+    assert names == Recipe.model_fields.keys() - set(NOT_PREDICTED) | {"as_json", "stack", "lang", "chart"}
 
 
 @pytest.mark.parametrize("command", [plan_command, train_command])

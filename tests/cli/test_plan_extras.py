@@ -21,7 +21,7 @@ SETTINGS = {"gpu": "rtx3080"}
 def result():
     from fitune.cli import api
 
-    questions = ("seq=8192", "gpu=rtx4090,batch=16", "gpu=none-such")
+    questions = ("seq=1024,batch=4", "method=full", "gpu=none-such")
     asked = answer(MODEL, SETTINGS, explain=True, what_if=questions, limits=True)
     return api.plan_result(MODEL, SETTINGS).as_dict() | asked
 
@@ -41,12 +41,13 @@ def test_fits_the_terminal(result, width: int, lang: str):
 def test_what_if_stands_side_by_side(result):
     lines = shown(result, 100, "en").splitlines()
     at = lines.index("What if")
-    assert lines[at + 1].split() == ["now", "seq_len=8192", "gpu=rtx4090,", "batch=16"]
-    table = {line.split("  ")[0]: line for line in lines[at + 2 : at + 14]}
-    assert table["fits"].split() == ["fits", "yes", "no", "yes"]
-    assert table["base"].count("nf4") == 2 and table["base"].count("bf16") == 1
+    assert lines[at + 1].split() == ["now", "seq_len=1024,", "batch=4", "method=full"]
+    table = {line.split("  ")[0]: line.split() for line in lines[at + 2 : at + 15]}
+    assert table["fits"] == ["fits", "yes", "yes", "no"]
+    assert table["length"] == ["length", "2,048", "1,024", "2,048"]
+    assert table["base"][-2:] == ["full,", "bf16"]
     assert re.search(r"^gpu=none-such: cannot be planned: unknown GPU", "\n".join(lines), flags=re.MULTILINE)
-    assert any(line.startswith("seq_len=8192 would fit with: ") for line in lines)
+    assert any(line.startswith("method=full would fit with: QLoRA") for line in lines)
 
 
 def test_limits(result):

@@ -78,7 +78,9 @@ def test_the_question_people_start_with(capsys: pytest.CaptureFixture[str]):
     for name in ("activation checkpointing", "accumulation", "half the length"):
         assert name in text
     assert 4 < size_in(text, "The plan that fits") < 9.70
-    assert re.search(r"LoRA r=16 on a nf4 .* batch 4 as 2 x 2", text)
+    fitting = text[text.index("The plan that fits") :]
+    assert re.search(r"LoRA r=16 on a (nf4|int8|bf16) .*batch 4", fitting)
+    assert "on a bf16" not in fitting or "layers streamed from RAM" in fitting, "12.6 GiB are not on this card"
 
 
 def test_json_is_the_contract_and_the_python_call(model: str, lora: dict, capsys: pytest.CaptureFixture[str]):
@@ -141,6 +143,18 @@ def test_where_it_does_not_fit_a_plan_that_does_is_named(tight: dict):
     fitting = tight["fitting"]
     assert fitting is None or fitting["predicted"]["device_bytes"] <= tight["plan"]["budget_bytes"]
     assert fitting is not None or tight["nearest_fits"]
+
+
+def test_what_a_fitting_plan_keeps_in_ram_is_said(tight: dict):
+    """A plan in 16 bits that is smaller than its weights would read as a mistake."""
+    assert tight["fitting"] is not None
+    plan = tight["fitting"]["plan"] | dict(
+        stream_from="pinned", resident_layers=1, head_place="host", offload_inputs=True, recompute_layers=3
+    )
+    shown = tight | {"fitting": tight["fitting"] | {"plan": plan}}
+    text = " ".join(printed(shown, 120).split())
+    assert "3 of 4 layers recomputed, weights of 3 of 4 layers streamed from RAM, head streamed from RAM" in text
+    assert "layer inputs in RAM" in text
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -232,8 +246,47 @@ def test_another_tool_with_the_same_settings():
     assert told["stack"] == "hf-trainer" and told["stack_settings"]["loss"] == "full_logits"
     step = told["predicted"]["phases"]["step"]
     assert step["device_bytes"] == told["needed_bytes"] and step["device"]["logits"] > 4 * GIB
-    assert told["predicted"]["phases"]["load"]["device_bytes"] is None, "not modelled is null"
+    assert told["predicted"]["phases"]["merge"]["device_bytes"] is None, "not modelled is null"
+    assert sum(row["at_peak_bytes"] for row in told["breakdown"]) == told["needed_bytes"]
+    assert sum(step["device"].values()) == told["needed_bytes"]
     chunked = next(t for t in told["techniques"] if "chunked loss" in t["technique"])
     assert chunked["saves_bytes"] > 3 * GIB
     text = printed(told, 80)
-    assert "meta-llama/Llama-3.1-8B [hf-trainer]" in text and "loss full_logits" in text
+    assert "meta-llama/Llama-3.1-8B [hf-trainer]" in text and "loss full logits" in text
+    assert size_in(text, "backward loss") == pytest.approx(step["peak_allocated_bytes"] / GIB, abs=0.01)
+
+
+def test_another_tools_columns_are_of_all_its_parts():
+    """Full fine-tuning peaks at the update, where the activations of an earlier part are gone."""
+    job = dict(method="full", batch=4, seq_len=512, gpu="rtx3080", recompute="none")
+    told = fitune.predict("meta-llama/Llama-2-7b-hf", stack="llamafactory", **job)
+    rows = {row["owner"]: row for row in told["breakdown"]}
+    assert rows["logits"]["most_bytes"] > rows["logits"]["at_peak_bytes"] == 0
+    params = 6_738_415_616
+    assert rows["optimizer"]["at_peak_bytes"] == pytest.approx(8 * params, rel=0.01), "two fp32 moments, nothing else"
+    assert rows["temporary"]["at_peak_bytes"] == pytest.approx(4 * params, rel=0.01), "square roots of one of them"
+    assert any("foreach" in note and "25.10 GiB" in note for note in told["notes"])
+    assert told["plan"]["base_format"] == "fp32", "as that tool stores what it trains"
+    assert "weights (fp32)" in printed(told, 80)
+
+
+def test_another_tools_evaluation_is_a_phase_of_its_own():
+    """8 rows of whole logits after a step with a fused loss: the peak is no longer the step's."""
+    job = dict(method="lora", batch=1, seq_len=2048, gpu="h200", eval_every=10)
+    told = fitune.predict("meta-llama/Llama-3.1-8B", stack="unsloth", **job)
+    phases = told["predicted"]["phases"]
+    assert phases["eval"]["device_bytes"] == told["needed_bytes"] == sum(phases["eval"]["device"].values())
+    assert phases["step"]["peak_allocated_bytes"] < phases["eval"]["peak_allocated_bytes"]
+    assert phases["step"]["device_bytes"] is None, "what is reserved before the peak is not computed"
+    assert "assumed" in told["interval"]["source"], "no complete run of it was published"
+
+
+def test_another_tool_on_a_model_outside_the_catalog(model: str, tmp_path: Path):
+    """Shapes come from the configuration; layers that are not modelled are refused, never taken for a llama's."""
+    told = fitune.predict(model, stack="trl", method="lora", **JOB)
+    assert told["needed_bytes"] < 2 * GIB
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)))
+    with pytest.raises(UserError, match="cannot predict .* with another tool") as caught:
+        fitune.predict(f"random:{path}", stack="trl", method="lora", **JOB)
+    assert "architecture mixtral is not modelled" in str(caught.value)

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fitune import recipe as recipes
 from fitune.cli import render, render_plan
 from fitune.cli.sentences import _TABLE, duration, translated
 from fitune.planner import make_plan, nofit
+from tests.planner import case
 
-MODEL = "meta-llama/Llama-3.1-8B"
-JOBS = [
-    dict(gpu="rtx3080"),
+# On a small model, whose steps are traced in no time.
+JOBS: list[dict[str, Any]] = [
+    dict(gpu="rtx3080", vram=0.95),
     dict(gpu="rtx4090", method="lora", precision="bf16", optimizer="adamw8bit", packing=True),
     dict(gpu="t4", method="qlora", micro_batch=1, recompute="all"),
-    dict(gpu="a100", seq_len=262144, method="qlora"),
+    dict(gpu="a100", seq_len=8192, method="qlora"),
     dict(gpu="h100", method="full"),
-    dict(gpu="rtx3080", method="lora", micro_batch=8, vram=9),
+    dict(gpu="rtx3080", method="lora", micro_batch=4, vram=0.87),
     dict(gpu="rtx3080", vram=99, ram=64),
-    dict(model="random:meta-llama/Llama-3.1-8B", gpu="rtx3080:2"),
+    dict(gpu="rtx3080:2"),
+    dict(devices="cpu"),
 ]
 # What reads the same in both languages: names of kernels, optimizers and formats.
-NAMES = {"flash", "efficient", "adamw", "adamw8bit", "bf16", "fp16", "int8", "nf4", "fp4"}
+NAMES = {"cpu", "flash", "efficient", "adamw", "adamw8bit", "bf16", "fp16", "int8", "nf4", "fp4"}
 
 
 @pytest.fixture(scope="module")
-def plans():
-    return [make_plan(recipes.build({"model": MODEL, **job}), detailed=i < 2).as_dict() for i, job in enumerate(JOBS)]
+def plans(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FITUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        made = [make_plan(case.recipe(**job), config=case.config(), detailed=i < 1) for i, job in enumerate(JOBS)]
+    return [result.as_dict() for result in made]
 
 
 def is_chinese(text: str) -> bool:
@@ -91,3 +96,12 @@ def test_english_is_as_it_was(plans):
         show(console, plans[0])
         texts.append(console.export_text())
     assert texts[0] == texts[1]
+
+
+def test_sentences_within_sentences():
+    said = "nf4 on the card needs at least 6.35 GiB and tensors have 1.00 GiB of 2.00 GiB; the same mathematics"
+    assert translated(said, "zh") == (
+        "nf4 全部放在显卡上 至少需要 6.35 GiB，而 2.00 GiB 中可用于张量的只有 1.00 GiB；数学上等价"
+    )
+    assert translated("24 of 32 layers from pinned RAM", "zh") == "32 层中的 24 层，来自锁页内存"
+    assert translated("streamed it would be 12 % slower", "zh") == "若流式加载则慢 12 %"

@@ -6,6 +6,7 @@ import datetime
 
 import pytest
 
+from fitune.data import limits
 from fitune.data.conversations import Conversation
 from fitune.data.encode import encode
 from fitune.data.template import Adaptations, CannotRender, adapt, choose_template
@@ -138,3 +139,35 @@ def test_a_broken_template_is_refused(tokenizer, template, why):
     with pytest.raises(UserError) as error:
         choose_template(tokenizer)
     assert "cannot render a question and its answer" in error.value.what and why in error.value.why
+
+
+SHOWN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+# name -> (template, what is said about it)
+GREEDY = {
+    "a constant of 100 GB": (SHOWN + "{{ 'a' * 10**11 }}", "it needs more than 0.5 GiB of memory"),
+    "memory bit by bit": (SHOWN + "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(40) %}"
+                          "{% set n.x = n.x + n.x %}{% endfor %}", "it needs more than 0.5 GiB of memory"),
+    "loops in loops": (SHOWN + "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+                       "it takes longer than 1 s"),
+    "a number without an end": (SHOWN + "{{ (9**(9**9)) % 7 }}", "it takes longer than 1 s"),
+    "only of the real data": (SHOWN + "{% if messages[0]['content'] == 'q' %}{{ 'a' * 10**7 }}{% endif %}",
+                              "it makes 10,000,002 characters of "),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not limits._STATM.exists(), reason="memory is limited on Linux only")
+@pytest.mark.parametrize("name", GREEDY)
+def test_templates_without_an_end(name: str, tokenizer, monkeypatch):
+    """The sandbox keeps a template from the system, not from using up time and memory."""
+    import resource
+    import signal
+
+    monkeypatch.setattr(limits, "RENDER_CPU_S", 1.0)
+    monkeypatch.setattr(limits, "RENDER_BYTES", 1 << 29)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    tokenizer.chat_template, why = GREEDY[name]
+    with pytest.raises(UserError) as caught:
+        choose_template(tokenizer).render(tokenizer, [USER, ANSWER])
+    assert caught.value.what == "the model's chat template is broken or hostile" and why in caught.value.why
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)

@@ -326,7 +326,7 @@ def test_nvidia_card_and_a_cpu_build_of_torch(place: Place, tmp_path_factory, mo
              "it is a CPU build; NVIDIA GeForce RTX 3080 (driver 570.86.10) needs a CUDA build")  # fmt: skip
     error = place.train(parts=parts)
     assert (
-        "fix: python -m pip uninstall -y torch && python -m pip install \"torch>=2.11\" "
+        'fix: python -m pip uninstall -y torch && python -m pip install "torch>=2.11" '
         "--index-url https://download.pytorch.org/whl/cu128  (to train on the CPU all the same, set "
         "CUDA_VISIBLE_DEVICES to an empty value)" in error
     )
@@ -413,5 +413,3 @@ def test_the_real_command(arguments, code, parts, place: Place):
     assert done.returncode == code, done.stderr
     assert all(part in done.stderr for part in parts) and "Traceback" not in done.stderr
     assert sorted(place.folder.rglob("*")) == before
-
-

@@ -162,6 +162,7 @@ MODELS: dict[str, tuple[Break, tuple[str, ...]]] = {
     "template changes what it is given": (template("{% set _ = messages.clear() %}{{ messages }}"), ("chat template",)),
     "template without an end": (template("{% for m in messages %}{{ m"), ("chat template",)),
     "template loops": (template("{% for i in range(10**12) %}x{% endfor %}"), ("chat template",)),
+    "template of 100 GB": (template("{{ 'a' * 10**11 }}"), ("chat template", "memory")),
     "template imports": (template("{% import 'os' as os %}{{ os }}"), ("chat template",)),
 }  # fmt: skip
 

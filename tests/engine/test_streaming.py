@@ -229,7 +229,7 @@ def test_head_that_must_stay(monkeypatch):
     ("changes", "message"),
     [
         (dict(method="full"), "cannot stream the weights of full fine-tuning"),
-        (dict(method="full", stream_from="none", head_place="host"), "cannot stream the weights of full fine-tuning"),
+        (dict(method="full", stream_from="none", head_place="host"), "cannot keep the output head of full fine-tuning"),
         (dict(ring_buffers=1), "cannot stream through 1 buffer"),
     ],
 )

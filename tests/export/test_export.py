@@ -136,3 +136,115 @@ def test_merge_within_a_stated_ram(run: RunFolder, tmp_path: Path):
     with pytest.raises(UserError, match="not enough RAM for the merge"):
         export_run(run, merged=True, out=tmp_path / "m", ram_bytes=1024)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.fixture
+def best(run: RunFolder, base: Path) -> dict:
+    """A run whose second step of four was its best; the last adapter is another one. The best adapter's tensors."""
+    import torch
+
+    from fitune.model.adapter_io import read_adapter
+    from fitune.plan import Adapter
+    from fitune.train import checkpoint
+
+    plan = make_plan("cpu").with_(adapter=Adapter(r=4, alpha=8, dropout=0.0, bias="none", targets=TARGETS))
+    run.plan_path.write_text(plan.to_json())
+    last = read_adapter(run.adapter_path)[1]
+    tensors = {name: torch.randn_like(tensor) for name, tensor in last.items()}
+    for step, values in ((2, tensors), (4, last)):
+        checkpoint.save(run.checkpoints_path, step, {f"parameter|{n}": t for n, t in values.items()}, {}, keep=2)
+    checkpoint.mark_best(run.checkpoints_path, 2, 1.5)
+    return tensors
+
+
+def test_the_best_checkpoint(run: RunFolder, best: dict, tmp_path: Path, capsys):
+    import torch
+
+    from fitune.model.adapter_io import read_adapter
+
+    assert cli.main(["export", str(run.path), "--best", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["kind"], value["step"], value["path"]) == ("adapter", 2, str(run.path / "best-export"))
+    written = read_adapter(run.path / "best-export")[1]
+    assert written.keys() == best.keys() and all(torch.equal(written[name], best[name]) for name in best)
+    names = {file.name for file in run.adapter_path.iterdir()}
+    assert {file.name for file in (run.path / "best-export").iterdir()} == names
+    assert cli.main(["export", str(run.path), "--best", "--out", str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("as it was after step 2)")
+
+
+def test_the_best_checkpoint_merged(run: RunFolder, best: dict, tmp_path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    export_run(run, best=True, out=tmp_path / "adapter")
+    run.adapter_path.rename(tmp_path / "gone")  # the run need not be finished
+    done = export_run(run, best=True, merged=True, dtype="fp32", out=tmp_path / "m")
+    assert (done.kind, done.step) == ("merged", 2)
+    weights = AutoModelForCausalLM.from_pretrained(done.path, dtype=torch.float32).state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(run.path.parent / "base", dtype=torch.float32).state_dict()
+    name = "model.layers.1.mlp.down_proj"
+    wanted = plain[f"{name}.weight"] + 2.0 * best[f"{name}.lora_B"] @ best[f"{name}.lora_A"]
+    torch.testing.assert_close(weights[f"{name}.weight"], wanted)
+
+
+def test_no_best_checkpoint(run: RunFolder, tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        export_run(run, best=True, out=tmp_path / "a")
+    assert caught.value.what == f"{run.path} has no best checkpoint" and "--eval-share" in caught.value.fix
+
+
+def test_a_damaged_best_checkpoint(run: RunFolder, best: dict, tmp_path: Path):
+    path = run.checkpoints_path / "step-00000002" / "parameters.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError) as caught:
+        export_run(run, best=True, out=tmp_path / "a")
+    assert "it is damaged (the SHA-256 of parameters.safetensors" in caught.value.why
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_best_of_a_full_fine_tuning(run: RunFolder, base: Path, tmp_path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fitune.train import checkpoint
+
+    run.plan_path.write_text(make_plan("cpu").with_(adapter=None, method="full", base_format="fp32").to_json())
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    trained = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    checkpoint.save(run.checkpoints_path, 3, {f"parameter|{n}": t for n, t in trained.items()}, {}, keep=1)
+    checkpoint.mark_best(run.checkpoints_path, 3, 1.0)
+    run.adapter_path.rename(tmp_path / "gone")
+    assert export_run(run, best=True, out=tmp_path / "m").kind == "model"
+    got = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "m").named_parameters())
+    assert got.keys() == trained.keys() and all(torch.equal(got[name], trained[name]) for name in trained)
+    assert (tmp_path / "m" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_merge_that_runs_out_of_memory(times: int, run: RunFolder, tmp_path: Path, monkeypatch):
+    """It begins again with smaller pieces; when that is too much as well the adapter is still there, and said."""
+    from fitune.model import merge
+
+    real, calls = merge.merged_weight, []
+
+    def fails(*arguments):
+        calls.append(arguments[-1])
+        if len(calls) <= times:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)"
+            )
+        return real(*arguments)
+
+    whole = export_run(run, merged=True, out=tmp_path / "whole")
+    monkeypatch.setattr(merge, "merged_weight", fails)
+    if times == 2:
+        with pytest.raises(UserError) as caught:
+            export_run(run, merged=True, out=tmp_path / "m")
+        assert caught.value.exit_code == 1 and str(run.adapter_path) in caught.value.fix
+        assert not (tmp_path / "m").exists()
+        return
+    done = export_run(run, merged=True, out=tmp_path / "m")
+    assert done.ram_bytes < whole.ram_bytes
+    assert {f.name for f in (tmp_path / "m").iterdir()} == {f.name for f in (tmp_path / "whole").iterdir()}

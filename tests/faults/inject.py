@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ def _strike(pending: list[dict[str, Any]], at: str, **found: Any) -> None:
             raise MemoryError
         if kind == "nccl":
             raise RuntimeError("NCCL error in: NCCLUtils.hpp:317, unhandled cuda error\nCuda failure 2 'out of memory'")
+        if kind == "hang":
+            time.sleep(3600)
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "print and exit":

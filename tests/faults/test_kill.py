@@ -65,7 +65,7 @@ def test_six_kills(harness):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("seed", range(5))
 def test_fifty_kills(seed: int, harness):
     """Ten in each of five runs."""

@@ -64,6 +64,7 @@ def test_at_a_random_point(number: int, harness):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", random_points(16, LONG, seed=8))
 def test_at_random_points_of_a_long_run(number: int, harness):
     """Twice in each run: what is recomputed more is bit-identical, half the micro-batch is the same sum."""
@@ -75,6 +76,7 @@ def test_at_random_points_of_a_long_run(number: int, harness):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", random_points(8, LONG, seed=9))
 def test_splitting_in_a_long_run(number: int, harness):
     """At a learning rate as people use them: at a high one two hundred steps carry the rounding on."""

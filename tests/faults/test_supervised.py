@@ -55,6 +55,27 @@ def test_it_starts_again_by_itself(kind: str, harness):
     assert "On the way it " in (out / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_step_that_never_ends(harness, monkeypatch):
+    """The worker hangs: nothing is heard of it, it is ended, another one goes on."""
+    from fitune.train.supervise import Supervisor
+
+    job = harness(STEPS, *SETTINGS)
+    out = job.new()
+    fault = dict(at="part", part="backward", step=8, kind="hang", once=str(out.with_name(f"{out.name}-struck")))
+    for name, value in environment(job.log(out), fault).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(job.folder)
+    program, told = [sys.executable, "-m", "tests.faults.inject"], []
+    again = [*program, "train", "--resume", str(out)]
+    code = Supervisor([*program, *job.arguments(out)], lambda run: again, tell=told.append, to_stderr=True,
+                      least_silence_s=30).run()  # fmt: skip
+    assert code == 0 and len(told) == 1 and "it hung: no sign of life for " in told[0]
+    job.assert_whole(out)
+    job.assert_same_bits(out)
+    story = RunFolder(out).info().recovered
+    assert story is not None and "it hung" in story
+
+
 def test_on_a_terminal(harness):
     """A progress bar, Ctrl-C typed once and heard once, saved, the exit code kept."""
     job = harness(STEPS, *SETTINGS)

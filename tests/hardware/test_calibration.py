@@ -62,6 +62,11 @@ def test_the_folder_is_the_platforms(monkeypatch):
         ("[]", "it is of another version of fitune"),
         ('{"format": 99}', "it is of another version of fitune"),
         ('{"format": 1, "device": "cuda"}', "a field is missing or unknown"),
+        ('{"format": 1, "rates": {"gemm_flops_per_s": "fast"}}', "gemm_flops_per_s is not an object"),
+        ('{"format": 1, "rates": {"gemm_flops_per_s": {"bf16": "fast"}}}', "bf16 is 'fast', which is no measured"),
+        ('{"format": 1, "rates": {"ram_bytes_per_s": -5}}', "ram_bytes_per_s is -5, which is no measured figure"),
+        ('{"format": 1, "memory": [1]}', "memory is not an object"),
+        ('{"format": 1, "date": 20261130}', "its name or date is not text"),
     ],
 )
 def test_a_damaged_file_is_refused_and_passed_over_in_planning(text, why):
@@ -78,8 +83,16 @@ def test_a_damaged_file_is_refused_and_passed_over_in_planning(text, why):
 def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FITUNE_CALIBRATION", str(tmp_path / "file" / "below"))
-    with pytest.raises(UserError, match="cannot make the folder .*below"):
+    with pytest.raises(UserError, match="cannot make the folder .*below") as error:
         calibration.store(FOUND, CARD)
+    assert "FITUNE_CALIBRATION" in error.value.fix
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monkeypatch):
+    place = tmp_path / "calibrations"
+    monkeypatch.setattr(calibration.os, "access", lambda path, mode: path != place)
+    with pytest.raises(UserError, match="cannot write in .*calibrations"):
+        calibration.check_folder()
 
 
 def test_stale_after_a_new_driver_or_torch():

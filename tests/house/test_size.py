@@ -18,7 +18,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".json
 # Paths and hosts of a developer's own machine have no place in the project. Written in parts: this file is read too.
 FORBIDDEN = [
     re.compile(pattern)
-    for pattern in (r"/wor" r"k/", r"/tm" r"p/dev", r"/hom" r"e/[a-z]", r"/roo" r"t/", r"/op" r"t/(pypi|wheels)")
+    for pattern in ("/wor" + "k/", "/tm" + "p/dev", "/hom" + "e/[a-z]", "/roo" + "t/", "/op" + "t/(pypi|wheels)")
 ]
 
 
@@ -59,6 +59,6 @@ def test_no_path_of_a_developers_machine():
     assert not found
 
 
-@pytest.mark.parametrize("text", ["see /wor" "k/main", "open('/tm" "p/dev/x')", "/hom" "e/ann/x"])
+@pytest.mark.parametrize("text", ["see /wor" + "k/main", "open('/tm" + "p/dev/x')", "/hom" + "e/ann/x"])
 def test_a_forbidden_path_would_be_found(text: str):
     assert any(pattern.search(text) for pattern in FORBIDDEN)

@@ -8,7 +8,7 @@ import torch
 
 from fitune.memory.dry import DryRun, Rows
 from fitune.memory.events import Event
-from fitune.memory.held import device_tensors
+from fitune.memory.held import device_tensors, ring_of
 from fitune.memory.trace import events_of
 from fitune.model.build import make_scratch
 from tests import tiny
@@ -35,7 +35,10 @@ class WholeModel:
     def tensors(self, chunk: int) -> list[torch.Tensor]:
         """All that is on the device before the first step."""
         self.dry.built.context.scratch = make_scratch(self.dry.built, chunk)
-        return [*(t for _, t in device_tensors(self.dry.built)), *self.dry.engine.masters.parameters()]
+        ring = ring_of(self.dry.built)
+        buffers = [t for _, t in ring.device_tensors()] if ring is not None else []
+        held = [t for _, t in device_tensors(self.dry.built)]
+        return [*held, *buffers, *self.dry.engine.masters.parameters()]
 
     def rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self.granule) * self.granule

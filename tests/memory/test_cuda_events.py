@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -19,13 +20,50 @@ ALL = {
 }
 
 
+@functools.cache
+def prediction(name):
+    return record_events.predicted(name)
+
+
 @pytest.mark.skipif(not ALL, reason="no events of a GPU have been recorded in benchmarks/results")
 @pytest.mark.parametrize("name", ALL)
 def test_meta_says_what_the_gpu_was_asked_for(name):
+    """Every birth and death in order, but for what `record_events` lists as (1) to (4)."""
     assert tuple(ALL[name]["case"][:8]) == tuple(record_events.CASES[name][:8]), "recorded for another case"
-    recorded = record_events.joined(ALL[name]["parts"])
-    found = record_events.differences(recorded, record_events.predicted(name), frames=False)
+    found = record_events.compared(ALL[name], prediction(name))
     assert not found, "\n".join(found[:10])
+
+
+def highest(parts, rounding=512):
+    """Peak of each part in bytes of whole blocks, from signed sizes; blocks from before the step count nothing."""
+    live, found = 0, []
+    for events in parts:
+        top = live
+        for num_bytes in events:
+            live += -(-abs(num_bytes) // rounding) * rounding * (1 if num_bytes > 0 else -1)
+            top = max(top, live)
+        found.append(top)
+    return found
+
+
+@pytest.mark.skipif(not ALL, reason="no events of a GPU have been recorded in benchmarks/results")
+@pytest.mark.parametrize("name", ALL)
+def test_peaks_of_the_parts_are_the_gpus(name):
+    """With the scratch of kernels in the record: no part's peak is more than 8 KB from it, and the step's peak is not
+    further off either; where keys are split, only the passes of layers are."""
+    recorded = record_events.joined(ALL[name]["parts"])
+    gpu = highest([[n for block, n in part["events"] if block >= 0] for part in recorded])
+    meta = highest([[e.num_bytes for e in events] for _, _, events in prediction(name)])
+    assert max(gpu) == pytest.approx(max(meta), abs=8192)
+    for part, ours, theirs in zip(recorded, gpu, meta, strict=True):
+        if part["part"] != "forward":
+            assert ours == pytest.approx(theirs, abs=8192), (part["part"], part["layer"])
+
+
+def test_split_keys_are_counted_as_the_kernel_does():
+    """8 heads of 2 rows of 256 tokens on 132 multiprocessors: 4 splits, seen in the record of gemma-3-1b."""
+    assert record_events.num_splits(8, 256, 256, 132) == 4
+    assert record_events.num_splits(32, 512, 128, 132) == 1, "enough blocks without"
 
 
 def parts(*lists):

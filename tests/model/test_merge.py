@@ -19,10 +19,22 @@ from fitune.model.source import resolve
 from fitune.model.weights import tensor_names
 from fitune.plan import Adapter
 
-SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODELS = {
-    "llama": {}, "qwen2": {}, "gemma2": {"head_dim": 8}, "phi3": {},
+    "llama": {},
+    "qwen2": {},
+    "gemma2": {"head_dim": 8},
+    "phi3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
@@ -69,10 +81,16 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(torch.arange(3, 35).reshape(2, 16)).logits
 
 
-@pytest.mark.parametrize("model, kind", [
-    *(("llama", kind) for kind in ("plain", "rslora", "dora")), ("qwen2", "bias"), ("qwen2", "dora"),
-    *((model, "plain") for model in ("gemma2", "phi3", "mixtral", "gpt2")), ("gpt2", "dora"),
-])
+@pytest.mark.parametrize(
+    "model, kind",
+    [
+        *(("llama", kind) for kind in ("plain", "rslora", "dora")),
+        ("qwen2", "bias"),
+        ("qwen2", "dora"),
+        *((model, "plain") for model in ("gemma2", "phi3", "mixtral", "gpt2")),
+        ("gpt2", "dora"),
+    ],
+)
 def test_same_logits_as_peft(tmp_path: Path, model: str, kind: str) -> None:
     folder = base(tmp_path / "base", model)
     adapt(tmp_path / "adapter", folder, TARGETS.get(model, ("q_proj", "o_proj")), **KINDS[kind])
@@ -161,6 +179,25 @@ def test_memory_is_that_of_the_largest_tensor_not_of_the_model(tmp_path: Path, m
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize(("kind", "changes"), [("llama", {}), ("gpt2", {"dora": True}), ("mixtral", {})])
+def test_a_frugal_merge_is_the_same(kind: str, changes: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the memory is not there: merged weights lie on the disk, few rows at a time are in RAM."""
+    folder = base(tmp_path / "base", kind)
+    adapt(tmp_path / "adapter", folder, TARGETS.get(kind, ("q_proj",)), **changes)
+    monkeypatch.setattr(merge, "MERGE_ROWS_BYTES", 4096)
+    done = merge.merge(resolve(str(folder)), tmp_path / "adapter", tmp_path / "out")
+    within = merge.merge(resolve(str(folder)), tmp_path / "adapter", tmp_path / "capped",
+                         ram_cap_bytes=done.ram_bytes - 1)  # fmt: skip
+    asked = merge.merge(resolve(str(folder)), tmp_path / "adapter", tmp_path / "asked", frugal=True)
+    assert asked.ram_bytes == within.ram_bytes < done.ram_bytes
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    wanted = dict(resolve(str(tmp_path / "out")).iter_weights())
+    for name in ("capped", "asked"):
+        assert {file.name for file in (tmp_path / name).iterdir()} == files
+        for key, tensor in resolve(str(tmp_path / name)).iter_weights():
+            torch.testing.assert_close(tensor, wanted[key], rtol=2**-7, atol=1e-6)  # one unit of bfloat16
+
+
 def test_random_weights_can_be_merged(tmp_path: Path) -> None:
     folder = base(tmp_path / "base", "mixtral")
     adapt(tmp_path / "adapter", folder, ("q_proj",))
@@ -179,8 +216,11 @@ def test_random_weights_can_be_merged(tmp_path: Path) -> None:
 def test_adapter_of_another_model(tmp_path: Path) -> None:
     small, other = base(tmp_path / "small", "llama"), base(tmp_path / "other", "llama", hidden_size=64)
     adapt(tmp_path / "adapter", other, ("q_proj",))
-    with pytest.raises(UserError, match=r"not one of this model \(LlamaForCausalLM\)\n  why: 4 tensors do not fit: "
-                                        r"model.layers.0.self_attn.q_proj.lora_A is \[4, 64\], the weight is \[32, "):
+    with pytest.raises(
+        UserError,
+        match=r"not one of this model \(LlamaForCausalLM\)\n  why: 4 tensors do not fit: "
+        r"model.layers.0.self_attn.q_proj.lora_A is \[4, 64\], the weight is \[32, ",
+    ):
         merge.merge(resolve(str(small)), tmp_path / "adapter", tmp_path / "out")
     adapt(tmp_path / "third", base(tmp_path / "deep", "llama", num_hidden_layers=3), ("q_proj",))
     with pytest.raises(UserError, match="layers.2.self_attn.q_proj.lora_A has no place in it"):

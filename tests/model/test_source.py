@@ -13,8 +13,14 @@ from fitune.errors import UserError
 from fitune.model import bundled
 from fitune.model.source import resolve
 
-SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def config_file(folder: Path, **values) -> Path:
@@ -26,10 +32,16 @@ def config_file(folder: Path, **values) -> Path:
 # ---- planning --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, kind, layers", [
-    ("meta-llama/Llama-3.1-8B", "LlamaConfig", 32), ("llama-3.1-8b", "LlamaConfig", 32), ("smollm2", "LlamaConfig", 30),
-    ("google/gemma-3-4b-it", "Gemma3TextConfig", 34), ("openai/gpt-oss-20b", "GptOssConfig", 24),
-])
+@pytest.mark.parametrize(
+    "name, kind, layers",
+    [
+        ("meta-llama/Llama-3.1-8B", "LlamaConfig", 32),
+        ("llama-3.1-8b", "LlamaConfig", 32),
+        ("smollm2", "LlamaConfig", 30),
+        ("google/gemma-3-4b-it", "Gemma3TextConfig", 34),
+        ("openai/gpt-oss-20b", "GptOssConfig", 24),
+    ],
+)
 def test_planning_from_the_catalog(name: str, kind: str, layers: int) -> None:
     source = resolve(name, weights=False)
     assert (source.kind, type(source.config).__name__, source.config.num_hidden_layers) == ("shape", kind, layers)
@@ -88,8 +100,9 @@ def test_random_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
 
 
 def test_random_weights_have_the_models_own_initialisation(tmp_path: Path) -> None:
-    path = config_file(tmp_path / "m", model_type="llama", initializer_range=0.05, attention_bias=True,
-                       **{**SMALL, "hidden_size": 256})
+    path = config_file(
+        tmp_path / "m", model_type="llama", initializer_range=0.05, attention_bias=True, **{**SMALL, "hidden_size": 256}
+    )
     got = dict(resolve(f"random:{path}").iter_weights())
     assert {t.dtype for t in got.values()} == {torch.bfloat16}
     assert abs(got["model.embed_tokens.weight"].float().std().item() - 0.05) < 0.002
@@ -98,11 +111,25 @@ def test_random_weights_have_the_models_own_initialisation(tmp_path: Path) -> No
     assert torch.all(dict(resolve(f"random:{gemma}").iter_weights())["model.norm.weight"] == 0)
 
 
-@pytest.mark.parametrize("kind, more", [
-    ("gpt_oss", {"head_dim": 8, "num_local_experts": 4}), ("mixtral", {"num_local_experts": 4}), ("phi3", {}),
-    ("gpt2", {}), ("glm4_moe", {"head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 16,
-                                "first_k_dense_replace": 1, "num_experts_per_tok": 2}),
-])
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 4}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("phi3", {}),
+        ("gpt2", {}),
+        (
+            "glm4_moe",
+            {
+                "head_dim": 8,
+                "n_routed_experts": 4,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1,
+                "num_experts_per_tok": 2,
+            },
+        ),
+    ],
+)
 def test_random_weights_of_other_families_are_finite_and_run(tmp_path: Path, kind: str, more: dict) -> None:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 300} if kind == "gpt2" else SMALL
     path = config_file(tmp_path / "m", model_type=kind, dtype="float32", **{"pad_token_id": 0, **sizes, **more})
@@ -135,12 +162,17 @@ def test_random_models_have_a_tokenizer(tmp_path: Path) -> None:
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, message", [
-    ("", "no model given"), ("random:", "no model is named after random:"),
-    ("lama-3.1-8b", r"unknown model 'lama-3.1-8b'\n.*\n  fix: .*the nearest names: .*Llama-3.1-8B"),
-    ("./nowhere", "no model folder at nowhere"), ("/no/such/place", "no model folder at /no/such/place"),
-    ("a/b/c", "unknown model 'a/b/c'"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("", "no model given"),
+        ("random:", "no model is named after random:"),
+        ("lama-3.1-8b", r"unknown model 'lama-3.1-8b'\n.*\n  fix: .*the nearest names: .*Llama-3.1-8B"),
+        ("./nowhere", "no model folder at nowhere"),
+        ("/no/such/place", "no model folder at /no/such/place"),
+        ("a/b/c", "unknown model 'a/b/c'"),
+    ],
+)
 @pytest.mark.parametrize("weights", [True, False])
 def test_names_that_mean_nothing(name: str, message: str, weights: bool) -> None:
     with pytest.raises(UserError, match=message):
@@ -165,14 +197,22 @@ def test_folders_and_files_that_are_no_model(tmp_path: Path) -> None:
             resolve(str(tmp_path))
 
 
-@pytest.mark.parametrize("quantisation, shown", [
-    ({"quant_method": "gptq", "bits": 4}, "gptq, 4 bit"), ({"quant_method": "awq", "bits": 4}, "awq, 4 bit"),
-    ({"load_in_4bit": True}, "bitsandbytes, 4 bit"), ({"quant_method": "fp8"}, "fp8"),
-])
+@pytest.mark.parametrize(
+    "quantisation, shown",
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq, 4 bit"),
+        ({"quant_method": "awq", "bits": 4}, "awq, 4 bit"),
+        ({"load_in_4bit": True}, "bitsandbytes, 4 bit"),
+        ({"quant_method": "fp8"}, "fp8"),
+    ],
+)
 def test_quantised_checkpoints(tmp_path: Path, quantisation: dict, shown: str) -> None:
     path = config_file(tmp_path / "Llama-3.1-8B-GPTQ", model_type="llama", quantization_config=quantisation, **SMALL)
-    with pytest.raises(UserError, match=rf"is already quantised \({shown}\)\n.*\n  fix: use the original 16-bit model "
-                                        r"\(meta-llama/Llama-3.1-8B\)"):
+    with pytest.raises(
+        UserError,
+        match=rf"is already quantised \({shown}\)\n.*\n  fix: use the original 16-bit model "
+        r"\(meta-llama/Llama-3.1-8B\)",
+    ):
         resolve(str(path.parent))
 
 
@@ -189,14 +229,21 @@ def test_fp8_weights_without_a_word_in_the_configuration(tmp_path: Path) -> None
 def test_remote_code_is_off_unless_asked_for(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "mymodel", "architectures": ["MyForCausalLM"], "auto_map": {
-        "AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyForCausalLM"}}
+    config |= {
+        "model_type": "mymodel",
+        "architectures": ["MyForCausalLM"],
+        "auto_map": {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyForCausalLM"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass MyConfig(LlamaConfig):\n"
-        "    model_type = 'mymodel'\n\n\nclass MyForCausalLM(LlamaForCausalLM):\n    config_class = MyConfig\n")
-    with pytest.raises(UserError, match=r"needs code that is shipped with the model\n  why: .*model type mymodel.*\n"
-                                        r"  fix: .*--trust-remote-code"):
+        "    model_type = 'mymodel'\n\n\nclass MyForCausalLM(LlamaForCausalLM):\n    config_class = MyConfig\n"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"needs code that is shipped with the model\n  why: .*model type mymodel.*\n"
+        r"  fix: .*--trust-remote-code",
+    ):
         resolve(str(tmp_path))
     source = resolve(str(tmp_path), trust_remote_code=True)
     assert type(source.meta_model()).__name__ == "MyForCausalLM" and len(dict(source.iter_weights())) == 21

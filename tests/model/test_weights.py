@@ -16,16 +16,40 @@ from fitune.errors import UserError
 from fitune.model import checkpoint, weights
 from fitune.model import source as sources
 
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
-    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "gemma2": {"head_dim": 8},
-    "gemma3_text": {"head_dim": 8}, "phi3": {}, "olmo2": {}, "glm4": {"head_dim": 8}, "mixtral": EXPERTS,
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
+    "phi3": {},
+    "olmo2": {},
+    "glm4": {"head_dim": 8},
+    "mixtral": EXPERTS,
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {"head_dim": 8, **EXPERTS},
-    "glm4_moe": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                 "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 
 
@@ -90,8 +114,14 @@ def test_stored_dtype_is_kept_and_named(tmp_path: Path) -> None:
 
 def multimodal(folder: Path) -> transformers.PreTrainedModel:
     text = {**SIZES, "head_dim": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     torch.manual_seed(0)
     model = transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
@@ -190,11 +220,17 @@ def change(folder: Path, edit) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("edit, message", [
-    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight"),
-    (lambda t: t.update({"score.weight": torch.zeros(1, 32)}), r"1 unexpected: score\.weight"),
-    (lambda t: t.update({"model.norm.weight": torch.zeros(33)}), r"shape: model.norm.weight is .33., expected .32."),
-])
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+        (lambda t: t.update({"score.weight": torch.zeros(1, 32)}), r"1 unexpected: score\.weight"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(33)}),
+            r"shape: model.norm.weight is .33., expected .32.",
+        ),
+    ],
+)
 def test_tensors_that_do_not_match(tmp_path: Path, edit, message: str) -> None:
     make(tmp_path, "llama", shard="1GB")
     change(tmp_path, edit)
@@ -214,8 +250,13 @@ def test_truncated_and_broken_files(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     victim = sorted(tmp_path.glob("*.safetensors"))[1]
     whole = victim.read_bytes()
-    for content, why in ((whole[:-10], "its header promises"), (whole[:5], "nearly empty"), (b"", "nearly empty"),
-                         (struct.pack("<Q", 40) + b"{" * 40, "not JSON"), (b"<html>not found</html>" * 9, "promises")):
+    for content, why in (
+        (whole[:-10], "its header promises"),
+        (whole[:5], "nearly empty"),
+        (b"", "nearly empty"),
+        (struct.pack("<Q", 40) + b"{" * 40, "not JSON"),
+        (b"<html>not found</html>" * 9, "promises"),
+    ):
         victim.write_bytes(content)
         with pytest.raises(UserError, match=f"{victim.name} is damaged or not a safetensors file\n  why: .*{why}"):
             sources.resolve(str(tmp_path))

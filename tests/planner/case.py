@@ -22,7 +22,9 @@ def card(total_bytes: int = 24 * GIB, **changes: Any) -> Device:
     return Device(**(values | changes))
 
 
-def machine(*devices: Device, ram_bytes: int = 32 * GIB, **changes: Any) -> Machine:
+def machine(*devices: Device, ram_bytes: int | None = None, **changes: Any) -> Machine:
+    """Beside cards there is too little RAM for anything to wait in, unless it is given."""
+    ram_bytes = ram_bytes or (GIB if devices else 32 * GIB)
     return Machine(devices, ram_bytes, ram_bytes, "machine", 8, ram_bytes // 2, "a guess", **changes)
 
 

@@ -14,10 +14,13 @@ def shared_traces(tmp_path_factory):
     made = {}
     real = trace.Tracer
 
-    def remembered(config, plan):
+    def remembered(config, plan, irregular=False):
         key = id(config), variant_of(plan), plan.optimizer
         if key not in made:
-            made[key] = (real(config, plan), config)  # the configuration is kept, so that its id stays its own
+            made[key] = (
+                real(config, plan, irregular),
+                config,
+            )  # the configuration is kept, so that its id stays its own
         return made[key][0]
 
     with pytest.MonkeyPatch.context() as patch:

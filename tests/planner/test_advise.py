@@ -18,6 +18,9 @@ from tests.planner.test_jobs import alpaca
 MODEL = "meta-llama/Llama-3.1-8B"
 
 
+FEW = tuple(gpus.find(name)[0] for name in ("rtx3090", "rtx4090", "t4", "h100", "a100-sxm4-80gb"))
+
+
 def recipe(**values):
     return recipes.build({"model": MODEL, **values})
 
@@ -84,7 +87,8 @@ def test_consumer_sets_and_rented_numbers_are_looked_at(answer):
 
 def test_several_cards_share_the_records(answer):
     one, four = row(answer, "rtx-4090"), row(answer, "rtx-4090", 4)
-    assert (four.plan.batch, four.plan.world_size, four.plan.parallel) == (2, 4, "ddp")
+    way = "ddp" if four.plan.stream_from == "none" else "streamed"
+    assert (four.plan.batch, four.plan.world_size, four.plan.parallel) == (2, 4, way)
     assert four.plan.micro_batch <= 2 and four.needed_bytes == one.needed_bytes
     assert 3.0 < four.step.tokens_per_s / one.step.tokens_per_s < 4.0
     assert four.step.tokens == one.step.tokens == 8 * 2048
@@ -92,7 +96,7 @@ def test_several_cards_share_the_records(answer):
 
 
 def test_cards_without_a_record_of_their_own_stay_idle():
-    small = advise.advise(recipe(batch=2), tokens=1e6)
+    small = advise.advise(recipe(batch=2), tokens=1e6, among=FEW)
     card = row(small, "h100-sxm", 8)
     assert card.num_used == 2 and "6 of 8 cards stay idle: a step has 2 records" in card.notes
     assert card.best.per_hour > 10  # all of it is paid for
@@ -161,7 +165,7 @@ def test_break_even(answer):
 
 
 def test_limits():
-    limited = advise.advise(recipe(), tokens=20e6, max_cost=1.0, max_hours=0.5)
+    limited = advise.advise(recipe(), tokens=20e6, max_cost=1.0, max_hours=0.5, among=FEW)
     assert 0 < limited.num_within < len(limited.cards)
     for card in limited.within:
         assert card.hours[1] <= 0.5 and min(r.lowest for r in card.rentals if r.lowest is not None) <= 1.0
@@ -180,7 +184,7 @@ def test_impossible_limits(limit):
 def test_own_prices(tmp_path: Path):
     path = tmp_path / "mine.csv"
     path.write_text("gpu,cny_per_hour,provider\n3090,1.5,AutoDL\n", encoding="utf-8")
-    mine = advise.advise(recipe(), tokens=20e6, prices=clouds.read_prices(path))
+    mine = advise.advise(recipe(), tokens=20e6, prices=clouds.read_prices(path), among=FEW)
     assert [(c.gpu.id, c.best.offer.provider) for c in mine.cards if c.best] == [("rtx-3090", "AutoDL")]
     assert mine.cards[0].gpu.id == "rtx-3090" and mine.prices.currency == "CNY"
     assert mine.cards[0].break_even_hours is None  # launch prices are in dollars
@@ -188,11 +192,11 @@ def test_own_prices(tmp_path: Path):
 
 def test_nothing_does_it():
     """70B in full: 70.6 billion parameters at 2 bytes of bf16 and 16 of fp32 master, gradient and two moments make
-    1,183 GiB, and no card has 189."""
-    none = advise.advise(recipe(model="meta-llama/Llama-3.1-70B", method="full"), tokens=1e6)
+    1,183 GiB. No card has 189, and 64 GiB of RAM do not hold the rest."""
+    none = advise.advise(recipe(model="meta-llama/Llama-3.1-70B", method="full", ram=64), tokens=1e6)
     assert not none.cards and none.too_small[0].gpu.id == "mi300x"
     least = min(card.needed_bytes for card in none.too_small) / 2**30
-    assert least == pytest.approx(70.55e9 * 18 / 2**30, rel=0.03)
+    assert 189 < least <= 70.55e9 * 18 / 2**30 * 1.03
     assert any("QLoRA" in entry["change"] for entry in none.nearest_fits)
 
 
@@ -227,7 +231,9 @@ def flops_hours(params: float, tokens: float, recomputed: float, tflops: float) 
 def test_7b_lora_on_5k_alpaca_records(tmp_path: Path):
     """5,000 records of 105 + 205 estimated tokens: 200 are held out, 4,800 make 600 steps of 8 and 1.488 M tokens."""
     shape = next(s for s in map(models.find, ("Qwen/Qwen2.5-7B", MODEL)) if shipped.catalog_config(s.id) is not None)
-    found = advise.advise(recipe(model=shape.id, data=str(alpaca(tmp_path, 5000)), method="lora", seq_len=1024))
+    found = advise.advise(
+        recipe(model=shape.id, data=str(alpaca(tmp_path, 5000)), method="lora", seq_len=1024), among=FEW
+    )
     assert (found.job.steps, found.job.tokens, found.job.eval_tokens) == (600, 4800 * 310, 200 * 310)
     card = row(found, "rtx-4090")
     by_hand(card, "RunPod", 0.69, 600, evaluated=200 * 310)  # recalled: shown with a question mark
@@ -244,7 +250,7 @@ def test_14b_qlora_on_50k_multi_turn_records():
     name = "Qwen/Qwen2.5-14B"
     if shipped.catalog_config(name) is None:
         pytest.skip(f"the traces of {name} do not ship yet, and making them takes minutes")
-    found = advise.advise(recipe(model=name, method="qlora", batch=16), tokens=35e6)
+    found = advise.advise(recipe(model=name, method="qlora", batch=16), tokens=35e6, among=FEW)
     assert found.job.steps == 1069  # 35e6 / (16 * 2048) = 1,068.1
     card = row(found, "a100-sxm4-80gb")
     by_hand(card, "RunPod", 1.89, 1069)
@@ -256,7 +262,7 @@ def test_14b_qlora_on_50k_multi_turn_records():
 def test_70b_on_several_cards():
     """70B in full fits no card (see `test_nothing_does_it`); on an nf4 base 8 x H100 at AWS (55.04 an hour) do it:
     20 M tokens are 1,221 steps, a record per card."""
-    found = advise.advise(recipe(model="meta-llama/Llama-3.1-70B", method="qlora"), tokens=20e6)
+    found = advise.advise(recipe(model="meta-llama/Llama-3.1-70B", method="qlora"), tokens=20e6, among=FEW)
     card = row(found, "h100-sxm", 8)
     assert (card.plan.batch, card.num_used) == (1, 8)
     by_hand(card, "AWS", 55.04, 1221)

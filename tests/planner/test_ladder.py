@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 
 import pytest
 
 from fitune.memory.trace import Tracer
 from fitune.planner.ladder import (
+    AS_FAST,
     BYTES_PER_LOGIT,
     LOSS_CHUNK_BYTES,
     SMALLEST_CHUNK,
     Search,
     default_chunk,
     micro_batches,
-    relative_cost,
+    ordered,
+    rungs,
 )
+from tests import tiny
 from tests.memory.brute import cuda_plan
 from tests.planner.case import config
 
@@ -32,9 +35,22 @@ def terms_of(request):
     return Tracer(conf, plan).terms
 
 
+def seconds_of(plan):
+    """A forward pass is a third of a step, and every pass has a fixed cost."""
+    return (3 + plan.recompute_layers / 6) / 3 * (1 + 1 / plan.micro_batch)
+
+
 def search(terms_of, **changes):
     values = dict(
-        terms_of=terms_of, num_rows=4, width=256, chunk=256, fixed_chunk=False, micro_batch=None, recompute=None
+        draft=tiny.make_plan(batch=4),
+        terms_of=terms_of,
+        seconds_of=seconds_of,
+        num_rows=4,
+        width=256,
+        chunk=256,
+        fixed_chunk=False,
+        micro_batch=None,
+        recompute=None,
     )
     return Search(**(values | changes))
 
@@ -107,7 +123,7 @@ def test_more_memory_is_never_slower(terms_of):
         found = made.fitting(limit)
         costs.append(min((c.cost for c in found), default=float("inf")))
     assert costs == sorted(costs, reverse=True)
-    assert costs[-1] == relative_cost(4, 256, 0, 6)
+    assert costs[-1] == 1.25
 
 
 def test_the_large_chunk_comes_first(terms_of):
@@ -130,12 +146,31 @@ def test_default_chunk(vocab_size):
     assert chunk * vocab_size * BYTES_PER_LOGIT <= LOSS_CHUNK_BYTES or chunk == SMALLEST_CHUNK
 
 
-def test_cost():
-    """A third of a step is forward: recomputing every layer costs a third more; small passes pay their fixed cost."""
-    assert relative_cost(8, 10**9, 32, 32) / relative_cost(8, 10**9, 0, 32) == pytest.approx(4 / 3)
-    assert relative_cost(1, 2048, 0, 32) > relative_cost(2, 2048, 0, 32) > relative_cost(4, 2048, 0, 32) > 1
-    rng = random.Random(0)
-    for _ in range(50):
-        layers = rng.randint(1, 80)
-        costs = [relative_cost(2, 512, n, layers) for n in range(layers + 1)]
-        assert costs == sorted(costs)
+SIMPLE = tiny.make_plan(batch=4, micro_batch=4, recompute_layers=0, base_format="bf16")
+LADDER = [
+    dict(), dict(micro_batch=1), dict(recompute_layers=3), dict(recompute_layers=3, micro_batch=1),
+    dict(recompute_layers=3, offload_inputs=True), dict(stream_from="pinned", resident_layers=0),
+    dict(stream_from="disk", resident_layers=0, recompute_layers=3), dict(base_format="int8"),
+    dict(base_format="nf4"), dict(base_format="nf4", stream_from="pinned", resident_layers=0),
+]  # fmt: skip
+
+
+def test_the_rungs_are_in_the_order_of_the_ladder():
+    found = [rungs(SIMPLE.with_(**changes)) for changes in LADDER]
+    assert found == sorted(found) and len(set(found)) == len(found)
+    assert found[0] == ()
+
+
+def candidate(made, cost, **changes):
+    one = made.smallest()
+    return replace(one, draft=one.draft.with_(**changes), cost=cost)
+
+
+def test_the_fastest_and_of_those_as_fast_the_lowest_rung(terms_of):
+    made = search(terms_of)
+    streamed = dict(stream_from="pinned", resident_layers=0)
+    fast, near, far = candidate(made, 1.0, **streamed), candidate(made, AS_FAST), candidate(made, AS_FAST + 0.01)
+    assert ordered([far, fast, near]) == [near, fast, far]
+    assert ordered([far, fast]) == [fast, far], "more than 5 % slower is too slow"
+    assert ordered([candidate(made, 1.0, base_format="nf4"), candidate(made, 1.04, **streamed)])[0].cost == 1.04
+    assert ordered([]) == []

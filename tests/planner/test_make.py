@@ -357,9 +357,9 @@ def test_full_fine_tuning_in_another_format_than_it_computes_in(values):
 
 
 def test_a_setting_that_changes_nothing_is_said():
-    notes = plan(on=machine(card(name="Card")), vram=100.0, ram=4.0).notes
+    notes = plan(on=machine(card(name="Card"), ram_bytes=8 * GIB), vram=100.0, ram=40.0).notes
     assert "--vram 100 changes nothing: Card has only 24.00 GiB" in notes
-    assert "--ram is not taken into account on a GPU: this version plans the GPU's memory only" in notes
+    assert "--ram 40 changes nothing: 8.00 GiB of RAM are available" in notes
 
 
 # -- the contract ---------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_card_offered_is_larger_than_the_one_there_is():
 
 
 def test_a_smaller_model_of_the_family():
-    values = dict(model="meta-llama/Llama-3.1-70B", gpu="rtx3080", seq_len=512)
+    values = dict(model="meta-llama/Llama-3.1-70B", gpu="rtx3080", seq_len=512, ram=1)  # none to stream from
     result = make_plan(recipe(**values))
     (entry,) = [e for e in result.nearest_fits if "model" in e["setting"]]
     assert entry["setting"] == {"model": "meta-llama/Llama-3.1-8B"}

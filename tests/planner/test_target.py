@@ -113,9 +113,13 @@ def test_a_cap_above_the_ram_is_said():
     assert choose_target(recipe(ram=4), machine(ram_bytes=16 * GIB)).notes == ()
 
 
-def test_ram_beside_a_card_is_said_not_to_count():
-    (note,) = choose_target(recipe(ram=4), machine(card())).notes
-    assert note == "--ram is not taken into account on a GPU: this version plans the GPU's memory only"
+def test_ram_beside_a_card():
+    free = choose_target(recipe(), machine(card(), ram_bytes=32 * GIB))
+    assert (free.ram_bytes, free.pinned_bytes) == (int(32 * GIB * RAM_SHARE), 16 * GIB)
+    capped = choose_target(recipe(ram=4), machine(card(), ram_bytes=32 * GIB))
+    assert (capped.ram_bytes, capped.pinned_bytes, capped.notes) == (4 * GIB, 4 * GIB, ())
+    (note,) = choose_target(recipe(ram=400), machine(card(), ram_bytes=32 * GIB)).notes
+    assert note == "--ram 400 changes nothing: 32.00 GiB of RAM are available"
 
 
 def test_what_an_older_card_cannot_do():

@@ -47,6 +47,7 @@ def fake_card(monkeypatch):
     monkeypatch.setattr(measure, "kept_bytes", said("kept", 17 * MIB))
     monkeypatch.setattr(measure, "probe_pinned", said("pinned", measure.Pinned(GIB, True)))
     monkeypatch.setattr(module, "_run_steps", said("steps", None))
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(link, "copy_bytes_per_s", said("copy", 20e9))
     for name, value in {"gemm_flops_per_s": 1e12, "memory_bytes_per_s": 5e11, "ram_bytes_per_s": 2e10,
                         "host_kernel_s": 5e-6, "dequantise_values_per_s": 1e11,
@@ -69,6 +70,17 @@ def test_a_card_is_measured_context_first(fake_card):
     assert (found.name, found.uuid, found.versions["driver"]) == ("Card", "GPU-1", "580.1")
     assert told[0] == "the driver's context" and told[-1] == "the disk"
     assert found.notes == ("disk: not measured, too little room, or the system cannot drop a file from its cache",)
+
+
+def test_what_else_is_at_work_is_a_note():
+    """Figures of a busy machine are too low, and plans would be made from them."""
+    cores = module.os.cpu_count()
+    (note,) = module.busy(None, load=3.0 * cores)
+    assert note.startswith(f"the processor was busy before (load {3.0 * cores:.1f} on {cores} cores): measure again")
+    assert module.busy(None, load=0.1 * cores) == []
+    (note,) = module.busy(card(10 * GIB, free_bytes=6 * GIB), load=0.0)
+    assert note == "4.00 GiB of the card were in use before: measure again when it is idle"
+    assert module.busy(CARD, load=0.0) == []
 
 
 def test_a_process_that_has_used_the_card_measures_no_context(fake_card, monkeypatch):

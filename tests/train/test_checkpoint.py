@@ -54,6 +54,23 @@ def test_the_newest_and_the_best_stay(tmp_path: Path):
     assert checkpoint.best(tmp_path) is None
 
 
+def test_killed_while_an_old_one_is_removed(tmp_path: Path, monkeypatch):
+    """What is left of it has no name any more, and is gone with the next write."""
+
+    def killed(path, **options):
+        next(Path(path).iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(files.shutil, "rmtree", killed)
+        checkpoint.prune(tmp_path, 1)
+    assert checkpoint.steps(tmp_path) == [2] and len(list(tmp_path.iterdir())) == 2
+    save(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
 @pytest.mark.parametrize("name", ["parameters.safetensors", "state.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_a_damaged_one_is_left_out(name: str, damage: str, tmp_path: Path):
@@ -126,6 +143,17 @@ def test_older_ones_make_room(tmp_path: Path, monkeypatch):
     assert failures == [[1, 2, 3]] and checkpoint.steps(tmp_path) == [1, 3, 4], "the best and the newest stay"
 
 
+def test_what_cannot_be_removed_makes_no_room(tmp_path: Path, monkeypatch):
+    """One message, not a loop without an end."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=5)
+    monkeypatch.setattr(checkpoint, "remove_folder", lambda path: None)
+    FullDisk(monkeypatch, 100)
+    with pytest.raises(UserError) as caught:
+        save(tmp_path, 4, keep=5)
+    assert "the disk is full" in caught.value.why and checkpoint.steps(tmp_path) == [1, 2, 3]
+
+
 def test_writing_behind_the_trainings_back(tmp_path: Path, monkeypatch):
     """The state may change at once; the next save waits; each is reported once."""
     import threading
@@ -154,6 +182,12 @@ def test_without_room_for_a_copy_it_is_written_at_once(tmp_path: Path, monkeypat
     saver = Saver(tmp_path, 2)
     (saved,) = saver.save(1, lambda: (TENSORS, {}))
     assert saved.step == 1 and saved.blocked_s == saved.seconds and checkpoint.steps(tmp_path) == [1]
+
+
+def test_a_limit_of_the_recipe_counts(tmp_path: Path):
+    """`--ram` holds for the copy too: this process alone is larger than that."""
+    (saved,) = Saver(tmp_path, 2, ram_bytes=1 << 20).save(1, lambda: ({"parameter|a": torch.ones(4)}, {}))
+    assert saved.step == 1 and saved.blocked_s == saved.seconds
 
 
 def test_a_failure_in_the_background_is_told(tmp_path: Path, monkeypatch):

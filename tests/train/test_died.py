@@ -69,6 +69,24 @@ def test_a_certain_kill_takes_a_notch_at_once(folder: Path):
     assert kinds(folder) == ["start", "replan", "restart"]
 
 
+def test_a_lost_connection_changes_nothing(folder: Path):
+    death = diagnose(-6, "RuntimeError: Connection reset by peer", 0, 0)
+    assert death is not None and "it goes on from the beginning" in Restarts(folder).next(death, -6, 7)
+    assert kinds(folder) == ["start", "restart"]
+
+
+def test_a_change_of_an_earlier_life_is_not_told_again(folder: Path):
+    with EventLog(folder / "events.jsonl") as log:
+        log.write("replan", step=3, change="micro-batch 4 -> 2")
+    death = diagnose(75, "", 0, 0, wants_restart=True)
+    assert death is not None
+    restarts = Restarts(folder)
+    assert "micro-batch 4 -> 2" in restarts.next(death, 75, 3)
+    assert "micro-batch" not in restarts.next(death, 75, 5)
+    assert [e["change"] for e in read_events(folder / "events.jsonl") if e["event"] == "restart"] == [
+        "micro-batch 4 -> 2", "nothing"]  # fmt: skip
+
+
 def test_a_kill_by_nobody_knows_whom_changes_nothing_the_first_time(folder: Path):
     death = diagnose(-9, "", None, None)
     assert death is not None

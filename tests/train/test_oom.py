@@ -134,6 +134,14 @@ def test_our_own_messages():
     assert found is not None and found.line == "Cuda failure 2 'out of memory'" and found.fatal
 
 
+def test_who_knows_what_happened_goes_before_those_who_were_left():
+    """Several ranks write to one standard error; the last line is that of one that waited in vain."""
+    found = classify_text(f"torch.OutOfMemoryError: {TORCH_22}\nRuntimeError: Connection closed by peer\n")
+    assert found is not None and (found.where, found.source) == ("device", "torch")
+    alone = classify_text("RuntimeError: Connection closed by peer\n")
+    assert alone is not None and alone.where == "peer"
+
+
 def test_quiet_text():
     assert classify_text("step 12 of 40: out of 3 candidates memory was chosen\nTraceback: ValueError: no") is None
 

@@ -14,7 +14,7 @@ from fitune.engine.driver import Driver
 from fitune.engine.engine import Engine
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, UserError
 from fitune.planner.notch import next_notch
-from fitune.train import run
+from fitune.train import recover, run
 from fitune.train.loop import Run
 from fitune.train.oom import MemoryFailure
 from fitune.train.recover import located
@@ -118,6 +118,24 @@ def test_a_device_that_is_lost_needs_a_new_process(job, monkeypatch):
         job("lost", micro_batch=4, save_every=1)
     assert caught.value.what == "out of GPU memory, and this process cannot go on with the device"
     assert caught.value.exit_code == EXIT_FAILED and "the last checkpoint is at step" in caught.value.fix
+
+
+def test_an_illegal_access_is_no_lack_of_memory(job, monkeypatch):
+    """The context is lost with it: no notch is taken, and only a new process can go on."""
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+    fail(monkeypatch, Driver, "run_layer", 20, error)
+    monkeypatch.setattr(recover, "give_back", lambda device: False)
+    with pytest.raises(UserError) as caught:
+        job("lost", micro_batch=4, save_every=1)
+    assert caught.value.what == "the device does not answer any more"
+    assert caught.value.why == "CUDA error: an illegal memory access was encountered"
+    assert caught.value.exit_code == EXIT_FAILED and "the last checkpoint is at step" in caught.value.fix
+
+
+def test_a_lost_connection_of_a_single_process_is_no_peer(job, monkeypatch):
+    fail(monkeypatch, Driver, "run_layer", 20, ConnectionResetError(104, "Connection reset by peer"))
+    with pytest.raises(ConnectionResetError):
+        job("other")
 
 
 def test_ranks_agree_before_they_change(job, monkeypatch):

@@ -52,6 +52,9 @@ if act == "restart":
 if act == "bitsandbytes":
     print("Error out of memory at line 380 in file /src/csrc/pythonInterface.c", file=sys.stderr, flush=True)
     os._exit(1)
+if act == "hang":
+    up.on_event({"event": "beat"})
+    time.sleep(600)
 if act == "wait":
     def stop(received, frame):
         up.on_event({"event": "end", "status": "terminated"})
@@ -60,14 +63,18 @@ if act == "wait":
     signal.signal(signal.SIGINT, stop)
     Path(run, "waiting").write_text(str(os.getpid()))
     for _ in range(600):
+        up.on_event({"event": "beat"})
         time.sleep(0.05)
 """
 SUPERVISED = """
+import os
 import sys
 from pathlib import Path
 from fitune.train.supervise import Supervisor
 first = [sys.executable, *sys.argv[1:]]
-code = Supervisor(first, lambda run: first, tell=lambda text: print(text, file=sys.stderr)).run()
+silence = float(os.environ.get("LEAST_SILENCE_S", 600))
+tell = lambda text: print(text, file=sys.stderr)
+code = Supervisor(first, lambda run: first, tell=tell, least_silence_s=silence).run()
 assert not {"torch", "numpy", "transformers"} & set(sys.modules)
 sys.exit(code)
 """
@@ -142,6 +149,43 @@ def test_it_gives_up(worker, tmp_path: Path):
     assert 3 <= lives(tmp_path) <= 6, "each life changes something or it is the last but one"
 
 
+def test_a_worker_that_hangs_is_ended_and_another_goes_on(worker, tmp_path: Path):
+    told: list[str] = []
+    heard: list[dict] = []
+    assert supervise(worker("hang", "done"), tell=told.append, on_event=heard.append, least_silence_s=0.5) == 0
+    assert lives(tmp_path) == 2 and "beat" not in {e["event"] for e in heard}
+    (restart,) = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "restart"]
+    assert restart["cause"].startswith("it hung: no sign of life for ") and restart["change"] == "nothing"
+    assert len(told) == 1 and restart["cause"] in told[0]
+
+
+def test_a_worker_that_always_hangs(worker, tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        supervise(worker("hang"), least_silence_s=0.2)
+    assert caught.value.exit_code == EXIT_FAILED and "it hung" in caught.value.why
+    assert lives(tmp_path) == 3
+
+
+def test_a_worker_that_somebody_stopped_does_not_hang(worker, tmp_path: Path):
+    process, pid = start(worker, tmp_path, least_silence_s=0.3)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(pid, signal.SIGCONT)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143 and lives(tmp_path) == 1, errors
+
+
+def test_a_signal_between_two_workers(worker, tmp_path: Path):
+    """There is nobody to pass it on to: no other worker is started."""
+
+    def stop(text: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    first = [sys.executable, *worker("kill", "done")]
+    assert Supervisor(first, lambda run: first, tell=stop).run() == 143 and lives(tmp_path) == 1
+
+
 def test_a_death_before_there_is_a_run():
     with pytest.raises(UserError) as caught:
         supervise(["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
@@ -149,9 +193,11 @@ def test_a_death_before_there_is_a_run():
     assert supervise(["-c", "import sys; sys.exit(2)"]) == 2
 
 
-def start(worker, tmp_path: Path) -> tuple[subprocess.Popen[bytes], int]:
+def start(worker, tmp_path: Path, least_silence_s: float = 600) -> tuple[subprocess.Popen[bytes], int]:
     """A supervisor in a process of its own, and the pid of its worker, which waits."""
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISED, *worker("wait")], stderr=subprocess.PIPE)
+    environment = os.environ | {"LEAST_SILENCE_S": str(least_silence_s)}
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISED, *worker("wait")], stderr=subprocess.PIPE,
+                               env=environment)  # fmt: skip
     waiting = tmp_path / "run" / "waiting"
     end = time.monotonic() + 60
     while not (waiting.exists() and waiting.read_text()):

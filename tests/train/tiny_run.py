@@ -19,7 +19,7 @@ PRELOADED = ["torch", "transformers", "transformers.models.llama.modeling_llama"
              "fitune.cli.commands.train", "fitune.cli.progress", "fitune.train.loop", "fitune.planner.make",
              "fitune.memory.trace", "fitune.engine.engine", "fitune.data.dataset", "fitune.model.source",
              "fitune.model.loading", "fitune.model.tokenizers", __name__]  # fmt: skip
-WAIT_S = 240.0  # a machine that many share
+WAIT_S = 240.0  # without a new line of output: a machine that many share
 
 
 def make_base(folder: Path, architecture: str = "llama", **changes: Any) -> Path:
@@ -77,17 +77,20 @@ class Command:
 
     def wait(self) -> tuple[int, str]:
         """(exit code, everything printed)."""
+        self.wait_for(lambda: False, every_s=0.02)
         self.process.join(WAIT_S)
-        assert self.process.exitcode is not None, f"still running: {self.log.read_text()}"
         return self.process.exitcode, self.log.read_text(encoding="utf-8")
 
     def wait_for(self, condition: Callable[[], bool], every_s: float = 0.002) -> bool:
         """Until `condition` holds; False when the process ended before."""
-        end = time.monotonic() + WAIT_S
+        printed, end = -1, 0.0
         while not condition():
             if not self.process.is_alive():
                 return condition()
-            assert time.monotonic() < end, self.log.read_text()
+            size = self.log.stat().st_size if self.log.exists() else 0
+            if size != printed:
+                printed, end = size, time.monotonic() + WAIT_S
+            assert time.monotonic() < end, f"nothing happens any more: {self.log.read_text()}"
             time.sleep(every_s)
         return True
 

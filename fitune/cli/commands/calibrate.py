@@ -20,16 +20,20 @@ _MEMORY = {
     "workspace_bytes": "workspaces kept by cuBLAS and others",
 }
 _RATES = {
-    "host_to_device_bytes_per_s": ("copy to the card, pinned", "GB/s", 1e9),
-    "device_to_host_bytes_per_s": ("copy from the card, pinned", "GB/s", 1e9),
-    "pageable_host_to_device_bytes_per_s": ("copy to the card, pageable", "GB/s", 1e9),
-    "pageable_device_to_host_bytes_per_s": ("copy from the card, pageable", "GB/s", 1e9),
-    "memory_bytes_per_s": ("memory, read plus written", "GB/s", 1e9),
-    "dequantise_values_per_s": ("4-bit weights unpacked", "G values/s", 1e9),
-    "host_kernel_s": ("one small operation launched", "us", 1e-6),
-    "ram_bytes_per_s": ("host memory, read plus written", "GB/s", 1e9),
-    "disk_read_bytes_per_s": ("disk, first reading", "GB/s", 1e9),
+    "host_to_device_bytes_per_s": ("copy to the card, pinned", "B/s"),
+    "device_to_host_bytes_per_s": ("copy from the card, pinned", "B/s"),
+    "pageable_host_to_device_bytes_per_s": ("copy to the card, pageable", "B/s"),
+    "pageable_device_to_host_bytes_per_s": ("copy from the card, pageable", "B/s"),
+    "memory_bytes_per_s": ("memory, read plus written", "B/s"),
+    "dequantise_values_per_s": ("4-bit weights unpacked", " values/s"),
+    "host_kernel_s": ("one small operation launched", "s"),
+    "ram_bytes_per_s": ("host memory, read plus written", "B/s"),
+    "disk_read_bytes_per_s": ("disk, first reading", "B/s"),
 }
+_PREFIXES = tuple(
+    (1000.0**power, prefix)
+    for power, prefix in zip(range(5, -4, -1), ("P", "T", "G", "M", "k", "", "m", "u", "n"), strict=True)
+)
 
 
 @click.command("calibrate")
@@ -89,6 +93,7 @@ def _measure(device: Device | None, machine: Machine, quiet: bool) -> Calibratio
     from fitune.hardware import calibration as stored
     from fitune.train.calibrate import calibrate
 
+    stored.check_folder()
     if device is not None:
         hardware.check_torch_matches(machine, hardware.torch_build())
     name = device.name if device is not None else "the processor"
@@ -131,8 +136,14 @@ def rows(found: Calibration) -> list[tuple[str, str]]:
         least = "" if found.memory.get("pinned_bytes_is_limit") else "at least "
         shown.append(("host memory that can be pinned", least + format_bytes(pinned)))
     for precision, flops in (found.rates.get("gemm_flops_per_s") or {}).items():
-        shown.append((f"{precision} matrix products", f"{flops / 1e12:.3g} TFLOP/s"))
-    for key, (label, unit, scale) in _RATES.items():
+        shown.append((f"{precision} matrix products", with_prefix(flops, "FLOP/s")))
+    for key, (label, unit) in _RATES.items():
         if found.rates.get(key) is not None:
-            shown.append((label, f"{found.rates[key] / scale:.3g} {unit}"))
+            shown.append((label, with_prefix(found.rates[key], unit)))
     return shown
+
+
+def with_prefix(value: float, unit: str) -> str:
+    """Three digits and a decimal prefix: `55 TFLOP/s`, `6.38 M values/s`, `2.53 us`."""
+    scale, prefix = next((pair for pair in _PREFIXES if value >= pair[0] * 0.9995), _PREFIXES[-1])
+    return f"{value / scale:.3g} {prefix}{unit}"

@@ -30,12 +30,15 @@ class _WithLaunch(click.Command):
 @click.command("export", cls=_WithLaunch)
 @click.argument("run")
 @click.option("--merged", is_flag=True, help="Write the whole model with the adapter merged into its 16-bit weights.")
+@click.option("--best", is_flag=True, help="The checkpoint with the lowest held-out loss instead of the last step.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Format of merged weights.  [default: bf16]")
 @click.option("--ram", metavar="SIZE", help="Most host memory a merge may use, in GiB or with a unit.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
-              help="Where to.  [default: RUN/merged or RUN/export]")  # fmt: skip
+              help="Where to.  [default: RUN/merged or RUN/export, RUN/best-... with --best]")  # fmt: skip
 @json_option
-def command(run: str, merged: bool, dtype: str | None, ram: str | None, out: Path | None, as_json: bool) -> int:
+def command(
+    run: str, merged: bool, best: bool, dtype: str | None, ram: str | None, out: Path | None, as_json: bool
+) -> int:  # fmt: skip
     """Write a run's adapter, or the merged model, to a folder.
 
     The adapter is in PEFT format. A merge goes layer by layer, into the original 16-bit weights also where the run
@@ -55,8 +58,8 @@ def command(run: str, merged: bool, dtype: str | None, ram: str | None, out: Pat
 
     with progress_bar() as progress:
         written = export_run(
-            RunFolder.open_existing(run), merged=merged, dtype=dtype or "bf16", out=out, ram_bytes=ram_bytes,
-            progress=progress,
+            RunFolder.open_existing(run), merged=merged, best=best, dtype=dtype or "bf16", out=out,
+            ram_bytes=ram_bytes, progress=progress,
         )  # fmt: skip
     if as_json:
         print_json(written.as_dict())
@@ -64,6 +67,8 @@ def command(run: str, merged: bool, dtype: str | None, ram: str | None, out: Pat
         size = format_bytes(written.size_bytes)
         if written.ram_bytes is not None:
             size += f", with at most {format_bytes(written.ram_bytes)} of tensors in RAM"
+        if written.step is not None:
+            size += f", as it was after step {written.step}"
         click.echo(f"{written.kind} written to {written.path} ({size})")
     return EXIT_DONE
 

@@ -30,13 +30,14 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 @click.option("--max-hours", type=float, metavar="HOURS", help="Only what is done in this time.")
 @click.option("--prices", type=click.Path(path_type=Path), metavar="FILE",
               help="Your own price table (CSV) instead of fitune's.")  # fmt: skip
+@click.option("--among", metavar="NAMES", help="Only these GPUs: 3090,4090,h100.")
 @click.option("--top", type=int, default=None, metavar="N", help="How many choices to show (default 10).")
 @click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the text.")
 @json_option
 @settings_options(leave_out=NOT_ASKED)
 def command(
     name: str | None, tokens: str | None, max_cost: float | None, max_hours: float | None, prices: Path | None,
-    top: int | None, lang: str, as_json: bool, **settings: Any,
+    among: str | None, top: int | None, lang: str, as_json: bool, **settings: Any,
 ) -> int:  # fmt: skip
     """Show this machine's GPUs and the catalog's, or say which GPU does a job.
 
@@ -45,10 +46,10 @@ def command(
     of the catalog. Exit code 3 where no card does it, or none within the limits.
     """
     job = given(settings)
-    limits = {"tokens": tokens, "max-cost": max_cost, "max-hours": max_hours, "prices": prices}
+    limits = {"tokens": tokens, "max-cost": max_cost, "max-hours": max_hours, "prices": prices, "among": among}
     named = [*(f"--{key}" for key, value in limits.items() if value is not None), *(f"--{key}" for key in job)]
     if name is not None and (named or not _is_card(name)):
-        return _advise(name, job, _tokens(tokens), max_cost, max_hours, prices, _top(top), lang, as_json)
+        return _advise(name, job, _tokens(tokens), max_cost, max_hours, prices, among, _top(top), lang, as_json)
     if named:
         raise UserError(f"{named[0].replace('_', '-')} needs a model", "it is about a job, and no model is named",
                         "write `fitune gpus MODEL --data FILE`")  # fmt: skip
@@ -103,18 +104,21 @@ def _top(top: int | None) -> int:
 
 def _advise(
     model: str, settings: dict[str, Any], tokens: float | None, max_cost: float | None, max_hours: float | None,
-    prices: Path | None, top: int, lang: str, as_json: bool,
+    prices: Path | None, among: str | None, top: int, lang: str, as_json: bool,
 ) -> int:  # fmt: skip
+    from fitune.catalog import gpus
     from fitune.catalog.clouds import read_prices
     from fitune.cli import api
     from fitune.planner.advise import advise
 
     table = read_prices(prices) if prices is not None else None
+    cards = [card for card, _ in gpus.parse(among)] if among is not None else None
     recipe = api.make_recipe(model, settings)
     if tokens is not None and recipe.data is not None:
         raise UserError("--tokens and --data contradict each other", "both say how long the job is",
                         "leave one of them out")  # fmt: skip
-    advice = advise(recipe, tokens=tokens, max_cost=max_cost, max_hours=max_hours, prices=table, tell=_tell)
+    advice = advise(recipe, tokens=tokens, max_cost=max_cost, max_hours=max_hours, prices=table, among=cards,
+                    tell=_tell)  # fmt: skip
     if as_json:
         print_json(advice.as_dict())
     else:

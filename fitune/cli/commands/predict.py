@@ -12,8 +12,9 @@ from fitune.cli.options import SettingsCommand, given, settings_options
 from fitune.cli.output import console, json_option, print_json
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_DONE
 
-# Settings that change nothing in a prediction: where a run writes, and how often.
-NOT_PREDICTED = ("log_to", "out", "save_every", "eval_every", "on_nan")
+# Settings that change nothing in a prediction: where a run writes, and how often. (How often it evaluates: whether
+# another tool does so at all.)
+NOT_PREDICTED = ("log_to", "out", "save_every", "on_nan")
 
 
 @click.command("predict", cls=SettingsCommand)
@@ -29,7 +30,7 @@ NOT_PREDICTED = ("log_to", "out", "save_every", "eval_every", "on_nan")
 def command(
     model: str | None, stack: str | None, lang: Literal["en", "zh"], chart: Path | None, as_json: bool, **settings: Any
 ) -> int:
-    """Predict the memory of a recipe exactly as given, without planning.
+    """Predict the memory of a recipe exactly as given, in every phase.
 
     MODEL is a model id, a folder, a GGUF file, a short name (smollm2) or a recipe file (.yaml), whose settings the
     options override. What the recipe leaves open is the plain choice: the whole batch at once, nothing recomputed.

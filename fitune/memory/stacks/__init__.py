@@ -7,15 +7,15 @@
 from __future__ import annotations
 
 from fitune.memory.stacks import litgpt, torchtune, trainer
-from fitune.memory.stacks.prediction import Phase, StackPrediction, Term
+from fitune.memory.stacks.prediction import COMPONENTS, Phase, StackPrediction, Term
 from fitune.memory.stacks.recipes import defaults_of, from_recipe
 from fitune.memory.stacks.settings import StackSettings, StackShape, parse_targets
-from fitune.memory.stacks.shapes import from_catalog, from_columns
+from fitune.memory.stacks.shapes import from_catalog, from_columns, from_config
 from fitune.memory.stacks.tools import STACKS
 
 __all__ = [
-    "STACKS", "Phase", "StackPrediction", "StackSettings", "StackShape", "Term", "from_catalog", "from_columns",
-    "from_recipe", "parse_targets", "predict",
+    "COMPONENTS", "STACKS", "Phase", "StackPrediction", "StackSettings", "StackShape", "Term", "from_catalog",
+    "from_columns", "from_config", "from_recipe", "parse_targets", "predict",
 ]  # fmt: skip
 
 

@@ -41,4 +41,5 @@ SCATTER: dict[str, dict[str, tuple[float, float]]] = {
 MEASURED_LIKE_TRAINER = ("hf-trainer", "trl", "fms", "peft-loop", "fsdp-qlora")
 # The same for every other stack and metric on one GPU (only rows with inferred settings exist), and for several GPUs.
 UNCONFIRMED = (0.85, 1.25)
+UNCONFIRMED_SEVERAL_GPUS = (0.7, 1.5)
 SEVERAL_GPUS = {"allocated": (0.95, 1.10), "reserved": (0.83, 1.25), "nvidia-smi": (0.83, 1.42)}

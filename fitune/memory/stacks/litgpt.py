@@ -90,7 +90,7 @@ def predict(s: StackSettings) -> StackPrediction:
     saved, previous = _saved(s, vocab)
     held = (*static, *saved, *_root_unit(s, vocab), *([gradients] if s.grad_accum > 1 else []))
     phases = _loss_phases(s, vocab, held, previous)
-    step = Term("optimizer", "square roots of the second moments", trained * opt.temporary_bytes * part.optimizer,
+    step = Term("temporary", "square roots of the second moments", trained * opt.temporary_bytes * part.optimizer,
                 "passing")  # fmt: skip
     phases.append(Phase("optimizer step", (*static, gradients, step)))
     logits = Term("logits", "logits of evaluation, fp32, copied and log-softmaxed", 12 * s.tokens * vocab, "passing")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from fitune.memory.stacks import constants
 from fitune.memory.stacks.settings import StackSettings
 from fitune.units import GIB
 
-COMPONENTS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "workspace", "context")
+COMPONENTS = (
+    "weights", "adapters", "gradients", "optimizer", "activations", "logits", "temporary", "workspace", "context",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ class Phase:
         """Bytes of all terms."""
         return int(sum(term.num_bytes for term in self.terms))
 
+    @property
+    def components(self) -> dict[str, int]:
+        """Bytes by component."""
+        sums = dict.fromkeys(COMPONENTS, 0.0)
+        for term in self.terms:
+            sums[term.component] += term.num_bytes
+        return {name: int(value) for name, value in sums.items()}
+
     def pool_bytes(self, pool: str) -> float:
         """Bytes of the terms of one pool."""
         return sum(term.num_bytes for term in self.terms if term.pool == pool)
@@ -48,8 +59,9 @@ class StackPrediction:
 
     ``peaks`` has the peak bytes per metric (allocated, reserved, nvidia-smi), ``peak_bytes`` the one asked for,
     ``phases`` the allocated bytes of every phase, ``phase`` the highest of them, ``components`` its bytes (they add up
-    to the allocated peak; ``context`` is outside the allocator and only part of nvidia-smi). ``low_bytes`` and
-    ``high_bytes`` bound ``peak_bytes`` by the stack's own scatter over published runs (docs/stacks.md).
+    to the allocated peak; ``context`` is outside the allocator and only part of nvidia-smi), ``parts`` the components
+    of every phase, without the context. ``low_bytes`` and ``high_bytes`` bound ``peak_bytes``: by the scatter of
+    published runs around such predictions (docs/stacks.md), or by an assumption; ``interval_source`` says which.
     """
 
     stack: str
@@ -57,9 +69,11 @@ class StackPrediction:
     phase: str
     phases: dict[str, int]
     components: dict[str, int]
+    parts: dict[str, dict[str, int]]
     peaks: dict[str, int]
     low_bytes: int
     high_bytes: int
+    interval_source: str
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -69,11 +83,7 @@ class StackPrediction:
 
     def as_dict(self) -> dict:
         """Ready for JSON."""
-        return {
-            "stack": self.stack, "metric": self.metric, "peak_bytes": self.peak_bytes, "low_bytes": self.low_bytes,
-            "high_bytes": self.high_bytes, "phase": self.phase, "phases": dict(self.phases),
-            "components": dict(self.components), "peaks": dict(self.peaks), "notes": list(self.notes),
-        }  # fmt: skip
+        return dataclasses.asdict(self) | {"peak_bytes": self.peak_bytes, "notes": list(self.notes)}
 
 
 def settle(stack: str, s: StackSettings, phases: list[Phase], notes: list[str]) -> StackPrediction:
@@ -82,26 +92,33 @@ def settle(stack: str, s: StackSettings, phases: list[Phase], notes: list[str]) 
     allocated = highest.num_bytes
     reserved = reserved_bytes(s, phases, allocated)
     context = context_bytes(s)
-    components = dict.fromkeys(COMPONENTS, 0.0)
-    for term in highest.terms:
-        components[term.component] += term.num_bytes
-    components["context"] = context
+    parts = {phase.name: {k: v for k, v in phase.components.items() if v} for phase in phases}
     peaks = {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + context}
-    low, high = scatter(stack, s)
+    low, high, source = scatter(stack, s)
     peak = peaks[s.metric]
     return StackPrediction(
         stack, s.metric, highest.name, {phase.name: phase.num_bytes for phase in phases},
-        {name: int(value) for name, value in components.items()}, peaks, int(peak * low), int(peak * high),
-        tuple(notes),
+        highest.components | {"context": context}, parts, peaks, int(peak * low), int(peak * high),
+        source, tuple(notes),
     )  # fmt: skip
 
 
-def scatter(stack: str, s: StackSettings) -> tuple[float, float]:
-    """Lowest and highest ratio of measured to predicted bytes that was published for such a run."""
+def scatter(stack: str, s: StackSettings) -> tuple[float, float, str]:
+    """Lowest and highest ratio of measured to predicted bytes, and where they are from: published runs of such a kind,
+    or, where there are none with complete settings, an assumption."""
     known = "hf-trainer" if stack in constants.MEASURED_LIKE_TRAINER else stack
     if s.n_gpus > 1:
-        return constants.SEVERAL_GPUS[s.metric] if known == "hf-trainer" else (0.7, 1.5)
-    return constants.SCATTER.get(known, {}).get(s.metric, constants.UNCONFIRMED)
+        measured = constants.SEVERAL_GPUS[s.metric] if known == "hf-trainer" else None
+        low, high = measured or constants.UNCONFIRMED_SEVERAL_GPUS
+    else:
+        measured = constants.SCATTER.get(known, {}).get(s.metric)
+        low, high = measured or constants.UNCONFIRMED
+    like = stack if known == stack else f"{known}, which {stack} is like,"
+    source = (
+        f"the scatter of published runs of {like} around this prediction (docs/stacks.md)" if measured
+        else f"assumed: no published run of {stack} has complete settings and this counter (docs/stacks.md)"
+    )  # fmt: skip
+    return low, high, source
 
 
 def reserved_bytes(s: StackSettings, phases: list[Phase], allocated: int) -> int:

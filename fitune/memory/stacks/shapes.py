@@ -1,9 +1,11 @@
-"""A model's shape for the other tools: from the catalog, or from the bare columns of a published table."""
+"""A model's shape for the other tools: from the catalog, from a configuration, or from the bare columns of a published
+table."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fitune.catalog.models import ModelShape
 from fitune.errors import UserError
@@ -39,6 +41,18 @@ FAMILIES = (
     Family(r"santacoder|starcoder|bigcode|gpt2|opt-", norm="layer", qkv_bias=True),
 )
 
+_NOT_MODELLED = {"moe": "mixtures of experts", "mla": "latent attention", "linear_attention": "linear attention"}
+_LAYER = StackShape("", 1, 1, 1, 1, 1, 1, 1, tied=False)
+# model_type of transformers to what its layers have besides sizes (transformers 5.24, models/*/modeling_*.py). Phi-3
+# fuses its projections, which changes no tensor that is counted here.
+LAYERS = {
+    "llama": _LAYER, "mistral": _LAYER, "smollm3": _LAYER, "granite": _LAYER, "phi3": _LAYER, "gemma": _LAYER,
+    "qwen2": replace(_LAYER, qkv_bias=True),
+    "qwen3": replace(_LAYER, qk_norm=True),
+    "gemma2": replace(_LAYER, norms_per_layer=4, softcap=True),
+    "gemma3_text": replace(_LAYER, norms_per_layer=4, qk_norm=True),
+}  # fmt: skip
+
 
 def from_columns(
     name: str, *, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool,
@@ -68,7 +82,7 @@ def from_catalog(model: ModelShape) -> StackShape:
     Raises:
         UserError: a mixture of experts, latent or linear attention: how the other tools run them is not modelled.
     """
-    unknown = next((k for k in ("moe", "mla", "linear_attention") if getattr(model, k) is not None), None)
+    unknown = next((words for field, words in _NOT_MODELLED.items() if getattr(model, field) is not None), None)
     if unknown or model.intermediate_size is None:
         raise UserError(
             f"cannot predict {model.id} with another tool",
@@ -88,3 +102,29 @@ def from_catalog(model: ModelShape) -> StackShape:
         qkv_bias=model.attention_bias != "none",
         qk_norm=model.qk_norm != "none",
     )
+
+
+def from_config(config: Any, name: str) -> StackShape:
+    """The shape of a model outside the catalog.
+
+    Args:
+        config: of transformers, or an object with the same attributes.
+
+    Raises:
+        UserError: an architecture whose layers are not modelled.
+    """
+    layer = LAYERS.get(config.model_type)
+    if layer is None:
+        raise UserError(
+            f"cannot predict {name} with another tool",
+            f"the other tools' memory for the architecture {config.model_type} is not modelled",
+            f"predict it with fitune (no --stack), or name a model of one of these: {', '.join(LAYERS)}",
+        )
+    heads = config.num_attention_heads
+    return replace(
+        layer, name=name, hidden=config.hidden_size, layers=config.num_hidden_layers, heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate=config.intermediate_size, vocab=config.vocab_size,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+    )  # fmt: skip

@@ -121,12 +121,12 @@ def _layer(s: StackSettings) -> list[Term]:
 def _update(s: StackSettings, gradients: Term, temporary: float) -> list[Term]:
     """The update. Applied in backward, the widest parameter (the embedding) is the last."""
     if "in backward" not in s.optimizer:
-        return [gradients, Term("optimizer", "temporaries of the update", temporary, "passing")]
+        return [gradients, Term("temporary", "temporaries of the update", temporary, "passing")]
     widest = float(max(s.shape.embedding_params, largest_linear(s)))
     each = EIGHT_BIT_UPDATE_BYTES if "8bit" in s.optimizer and "paged" not in s.optimizer else 0.0
     return [
         Term("gradients", "gradient of the embedding", 2.0 * widest, "passing"),
-        Term("optimizer", "fp32 gradient and moments of one parameter", each * widest, "passing"),
+        Term("temporary", "fp32 gradient and moments of one parameter", each * widest, "passing"),
     ]
 
 

@@ -110,7 +110,7 @@ def predict(s: StackSettings, stack: str) -> StackPrediction:
     static, trained_bytes, temporary = _states(run)
     gradients = Term("gradients", "gradients", trained_bytes)
     accumulated = (gradients,) if s.grad_accum > 1 else ()
-    update = Term("optimizer", "temporaries of the update", temporary, "passing")
+    update = Term("temporary", "temporaries of the update", temporary, "passing")
     phases = [
         *_loss_phases(run, (*static, *_kept(run), *accumulated)),
         *_backward_phases(run, tuple(static), gradients),
@@ -304,7 +304,8 @@ def _notes(run: Run) -> list[str]:
     if s.quantised and s.parallel in ("ddp", "zero1", "zero2"):
         size = format_bytes(linear_bytes(s) * m.linear_params)
         notes.append(f"every GPU keeps all quantised weights: {size}")
-    if s.method == "full" and optimizer(s, 2.0).temporary_bytes:
-        size = format_bytes(2 * m.params)
+    temporary = _states(run)[2]
+    if s.method == "full" and temporary and not zero.is_zero(s):
+        size = format_bytes(temporary)
         notes.append(f"the optimizer's foreach update holds one more copy of all parameters: {size}")
     return notes

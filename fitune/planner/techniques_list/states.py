@@ -41,7 +41,7 @@ TECHNIQUES = (
         "12 T",
         ("The processor's memory bandwidth: about a second per billion weights on a desktop.",
          "受内存带宽限制：台式机上每十亿权重约一秒。"),
-        ("In full fine-tuning on one card. Not in this version.", "单卡全参数微调时。本版本尚无。"),
+        ("In full fine-tuning on one card.", "单卡全参数微调时。"),
         "exact", "", False,
         OFFLOAD_PAPER,
     ),

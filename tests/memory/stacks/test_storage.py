@@ -39,7 +39,7 @@ def test_head_size_of_gemma_is_not_hidden_over_heads():
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1"])
 def test_mixture_of_experts_is_refused(name):
-    with pytest.raises(UserError, match="moe is not modelled"):
+    with pytest.raises(UserError, match="mixtures of experts is not modelled"):
         from_catalog(find(name))
 
 

@@ -1,0 +1,217 @@
+"""Updates on the GPU of masters and optimizer state that wait in host memory: both cross the link in pieces, both ways.
+
+A piece (some elements of one tensor) is copied into one of two sets of device buffers on one stream, updated on a
+second, and its master and state go back on a third, so that the three go on side by side. The kernels are torch's fused
+AdamW and bitsandbytes' blockwise 8-bit one, on the same numbers as if everything were on the device: a piece begins at
+a multiple of the 256 values that share a scale. What computes is rounded from the new master on the device and goes to
+the host with it where it streams.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fitune.engine.host_masters import HostMasters
+from fitune.engine.optimizers import _BNB_BLOCK, _BNB_MIN_8BIT
+
+# Elements of a piece: 8 MiB per copied tensor of 16-bit values. Two sets of buffers take 2 x 18 bytes per element at
+# most (master, gradient, working copy, fp32 state): 144 MiB; 96 MiB with 8-bit state. (Chosen, not measured.)
+PIECE_ELEMENTS = 4 * 2**20
+
+
+@dataclass
+class _Set:
+    """Device buffers of one piece by use, and the event after which they may be overwritten."""
+
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    free: Any = None
+
+    def take(self, key: str, dtype: torch.dtype, count: int, device: torch.device) -> torch.Tensor:
+        """`count` elements; the buffer is made once, for the largest piece."""
+        most = PIECE_ELEMENTS // _BNB_BLOCK if key.startswith("absmax") else PIECE_ELEMENTS
+        key = f"{key} {dtype}"
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty(most, dtype=dtype, device=device)
+        return self.buffers[key][:count]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What one update's kernels are told."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+
+
+class StreamedUpdate:
+    """Updates parts for `HostMasters` on its device; on the CPU the same pieces go through buffers in RAM."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._sets = [_Set(), _Set()]
+        self._next = 0
+        self._tables: dict[int, torch.Tensor] = {}
+        on_cuda = device.type == "cuda"
+        self._in, self._work, self._out = (torch.cuda.Stream(device) if on_cuda else None for _ in range(3))
+
+    @torch.no_grad()
+    def update(
+        self, masters: HostMasters, part: int, grads: dict[str, torch.Tensor], factors: list[float], used: Any
+    ) -> None:
+        """One update of a part; `grads` are in host memory, any float type. Returns when masters, state and streamed
+        weights are in host memory again.
+
+        Args:
+            used: CUDA event after the last use of what computes on the device.
+        """
+        assert masters.optimizer is not None
+        optimizer: Any = masters.optimizer.each[part]
+        (group,) = optimizer.param_groups
+        settings = _Settings(group["lr"], group["weight_decay"], (group["betas"][0], group["betas"][1]), group["eps"])
+        if self._work is not None and used is not None:
+            self._work.wait_event(used)
+        indices = {id(p): index for index, p in enumerate(group["params"])}
+        for name, grad in grads.items():
+            p, master = masters.pairs[name]
+            state = self._state(masters, optimizer, group, master, indices[id(master)])
+            state["step"] += 1
+            working = masters.stores.get(name)
+            for start in range(0, master.numel(), PIECE_ELEMENTS):
+                where = slice(start, min(start + PIECE_ELEMENTS, master.numel()))
+                self._piece(settings, where, master, grad, state, factors, p if working is None else working)
+        if self._out is not None:
+            self._out.synchronize()
+
+    def _state(self, masters: HostMasters, optimizer: Any, group: Any, master: Any, index: int) -> dict[str, Any]:
+        """The state of a tensor, made (pinned) at its first update, under the names that its library gives."""
+        state: dict[str, Any] = optimizer.state[master]
+        if not state and hasattr(optimizer, "init_state"):
+            optimizer.init_state(group, master, 0, index)
+        elif not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and not key.startswith("qmap"):
+                state[key] = self._pin(masters, value)
+        return state
+
+    def _pin(self, masters: HostMasters, value: torch.Tensor) -> torch.Tensor:
+        if self._in is None or value.untyped_storage().data_ptr() in masters.pinned:
+            return value
+        made = masters.host_tensor(value.shape, value.dtype, True).copy_(value)
+        masters.pinned.add(made.untyped_storage().data_ptr())
+        return made
+
+    def _piece(
+        self,
+        settings: _Settings,
+        where: slice,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        factors: list[float],
+        working: torch.Tensor,
+    ) -> None:
+        """Some elements of one tensor there, updated, and back."""
+        buffers, self._next = self._sets[self._next], 1 - self._next
+        blocks = slice(where.start // _BNB_BLOCK, -(-where.stop // _BNB_BLOCK))
+        rooms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # (in host memory, on the device)
+
+        def room(key: str, host: torch.Tensor, part: slice) -> None:
+            flat = host.detach().reshape(-1)[part]
+            rooms[key] = flat, buffers.take(key, flat.dtype, flat.numel(), self.device)
+
+        with _on(self._in):  # buffers are this stream's from the beginning
+            room("master", master, where)
+            room("grad", grad, where)
+            for key in ("state1", "state2", "exp_avg", "exp_avg_sq"):
+                if key in state:
+                    room(key, state[key], where)
+            for key in ("absmax1", "absmax2"):
+                if key in state:
+                    room(key, state[key], blocks)
+        self._bring(buffers, rooms)
+        with _on(self._work):
+            if self._in is not None and self._work is not None:
+                self._work.wait_stream(self._in)
+            wide = rooms["grad"][1]
+            if wide.dtype != torch.float32:
+                wide = buffers.take("wide", torch.float32, wide.numel(), self.device).copy_(wide)
+            for factor in factors:
+                wide.mul_(factor)
+            self._kernel(settings, rooms["master"][1], wide, {k: d for k, (_, d) in rooms.items()}, state)
+            flat = working.detach().reshape(-1)[where]
+            if flat.device.type == "cuda":
+                flat.copy_(rooms["master"][1])
+            elif flat.data_ptr() != rooms["master"][0].data_ptr():
+                rounded = buffers.take("working", flat.dtype, flat.numel(), self.device)
+                rooms["working"] = flat, rounded.copy_(rooms["master"][1])
+        self._take_back(buffers, {key: pair for key, pair in rooms.items() if key != "grad"})
+
+    def _bring(self, buffers: _Set, rooms: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with _on(self._in):
+            if self._in is not None and buffers.free is not None:
+                self._in.wait_event(buffers.free)
+            for host, there in rooms.values():
+                there.copy_(host, non_blocking=True)
+
+    def _take_back(self, buffers: _Set, rooms: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with _on(self._out):
+            if self._out is not None and self._work is not None:
+                self._out.wait_stream(self._work)
+            for host, there in rooms.values():
+                host.copy_(there, non_blocking=True)
+            if self._out is not None:
+                buffers.free = self._out.record_event()
+
+    def _kernel(
+        self,
+        settings: _Settings,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        rooms: dict[str, torch.Tensor],
+        state: dict[str, Any],
+    ) -> None:
+        lr, decay, eps, (beta1, beta2) = settings.lr, settings.weight_decay, settings.eps, settings.betas
+        if "exp_avg" in rooms:
+            step = torch.full((), state["step"].item(), device=self.device)
+            torch._fused_adamw_(
+                [master], [grad], [rooms["exp_avg"]], [rooms["exp_avg_sq"]], [], [step], lr=lr, beta1=beta1,
+                beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
+        from bitsandbytes import functional
+
+        first, second = rooms["state1"], rooms["state2"]
+        if first.dtype == torch.float32:
+            functional.optimizer_update_32bit(
+                "adam", grad, master, first, beta1, eps, state["step"], lr, second, beta2, weight_decay=decay,
+                skip_zeros=False,
+            )  # fmt: skip
+            return
+        tables = [self._table(state[key]) for key in ("qmap1", "qmap2")]
+        functional.optimizer_update_8bit_blockwise(
+            "adam", grad, master, first, second, beta1, beta2, 0.0, 0.0, eps, state["step"], lr, *tables,
+            rooms["absmax1"], rooms["absmax2"], decay, gnorm_scale=1.0, skip_zeros=False,
+        )  # fmt: skip
+
+    def _table(self, table: torch.Tensor) -> torch.Tensor:
+        """A code table on the device; the tensors of a part share theirs."""
+        if table.device.type == self.device.type:
+            return table
+        if table.data_ptr() not in self._tables:
+            self._tables[table.data_ptr()] = table.to(self.device)
+        return self._tables[table.data_ptr()]
+
+
+def _on(stream: Any) -> Any:
+    return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+
+assert PIECE_ELEMENTS % _BNB_BLOCK == 0 and PIECE_ELEMENTS > _BNB_MIN_8BIT

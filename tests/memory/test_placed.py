@@ -1,0 +1,109 @@
+"""Steps whose weights, inputs or head wait in host memory, or whose micro-batches pass the layers together."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from fitune.memory.cut import NotRegular
+from fitune.memory.replay import peaks
+from fitune.memory.script import Placement, placement_of
+from fitune.memory.trace import Tracer
+from tests import tiny
+from tests.memory.brute import WholeModel, cuda_plan
+from tests.memory.test_script import first_difference, told
+
+LAYERS, SHAPE = 6, (2, 64, 64)
+STREAM = dict(stream_from="pinned", resident_layers=2)
+TOGETHER = dict(accumulation_order="layer-major", batch=6, micro_batch=2)
+# name: architecture, plan, (recomputed layers, micro-batches) of the runs
+CASES = {
+    "streamed, NF4": ("llama", dict(base_format="nf4", **STREAM), [(2, 2)]),
+    "streamed, two kinds of layers": (
+        "gemma3", dict(offload_inputs=True, stream_from="disk", resident_layers=3, ring_buffers=3), [(6, 1)]),
+    "together": ("llama", dict(base_format="nf4", **STREAM, **TOGETHER), [(6, 3), (2, 3)]),
+    "inputs in host memory": ("llama", dict(offload_inputs=True, **STREAM), [(6, 2), (1, 1), (4, 1), (0, 1)]),
+    "inputs in host memory, together": (
+        "llama", dict(offload_inputs=True, **STREAM, **TOGETHER), [(6, 3), (3, 3), (1, 3)]),
+    "head in host memory": ("llama", dict(head_place="host", **STREAM), [(6, 2)]),
+    "head and inputs in host memory": ("llama", dict(head_place="host", offload_inputs=True, **STREAM), [(5, 1)]),
+}  # fmt: skip
+
+
+@functools.cache
+def pair(case):
+    """(the case's tracer, the whole model): tracers of one program share its script."""
+    name, changes, _ = CASES[case]
+    config = tiny.config_of(name, num_hidden_layers=LAYERS)
+    plan = cuda_plan(config, **changes)
+    tracer = Tracer(config, plan)
+    if "head" not in case:
+        program = changes.get("base_format", "bf16"), changes.get("offload_inputs", False)
+        tracer._script = script_of(name, *program).placed(placement_of(plan))
+    return tracer, WholeModel(config, plan)
+
+
+@functools.cache
+def script_of(name, base_format, offload_inputs):
+    config = tiny.config_of(name, num_hidden_layers=LAYERS)
+    return Tracer(config, cuda_plan(config, base_format=base_format, offload_inputs=offload_inputs)).script()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_spliced_equals_whole(case):
+    tracer, whole = pair(case)
+    for recompute, micro_batches in CASES[case][2]:
+        how = dict(recompute_layers=recompute, accumulates=micro_batches > 1, first_step=True)
+        said, actual = tracer.step_events(*SHAPE, **how), whole.step(*SHAPE, recompute, micro_batches)
+        assert told(said) == told(actual), (recompute, micro_batches, first_difference(said, actual))
+        there = [e for e in said if e.part == "load"]
+        assert sum(whole.rounded(e.num_bytes) for e in there) == whole.weight_bytes(SHAPE[2])
+        assert sum(e.owner == "stream" for e in there) == tracer.plan.ring_buffers
+        dead = {e.block for e in said if e.num_bytes < 0}
+        left = {e.owner for e in said if e.num_bytes > 0 and e.block not in dead}
+        assert left <= {"weights", "adapters", "workspace", "optimizer", "stream"}
+    said, actual = tracer.eval_events(*SHAPE), whole.evaluation(*SHAPE)
+    assert told(said) == told(actual), first_difference(said, actual)
+
+
+@pytest.mark.parametrize("case", ["streamed, NF4", "together", "inputs in host memory"])
+def test_terms_are_not_too_low(case):
+    """Above by no more than the inputs that are not told apart, below only by rounding."""
+    tracer, whole = pair(case)
+    terms, hidden_bytes = tracer.terms(*SHAPE), SHAPE[0] * SHAPE[1] * 64 * 2
+    for recompute, micro_batches in CASES[case][2]:
+        found = peaks(terms, recompute, accumulates=micro_batches > 1 and case != "together")
+        events = [e for e in whole.step(*SHAPE, recompute, micro_batches) if e.owner != "optimizer"]
+        actual = whole.peak(events)
+        spare = 4 * hidden_bytes + (micro_batches > 1) * max(t.trained_bytes for t in terms.layers.values())
+        assert -0.002 * actual <= found.step - found.save - actual <= spare, recompute
+        layers = [terms.layers[kind] for kind in terms.kinds]
+        state = terms.other_state_bytes + sum(layer.state_bytes for layer in layers)
+        assert found.save - state == whole.weight_bytes(SHAPE[2])
+
+
+def test_one_trace_serves_every_number_of_streamed_layers():
+    tracer, _ = pair("streamed, NF4")
+    script = tracer.script()
+    held = [script.placed(Placement(tuple(range(n)))).terms(*SHAPE) for n in (0, 1, 5, 6)]
+    weights = [peaks(terms, 0).save for terms in held]
+    # a ring of two comes with the first streamed layer, and goes for all others
+    assert weights[1] > weights[0] > weights[2] > weights[3]
+    frozen = script.layers["layer"].frozen_bytes
+    assert weights[2] - weights[3] == pytest.approx(frozen, abs=20 * 512)
+    assert weights[1] - weights[0] == pytest.approx(frozen, abs=20 * 512)
+
+
+def test_placement_of_a_plan():
+    config = tiny.config_of("llama", num_hidden_layers=LAYERS)
+    plan = cuda_plan(config, **STREAM, **TOGETHER)
+    assert placement_of(plan) == Placement((0, 1, 3, 4), 2, 3)
+    assert placement_of(cuda_plan(config)) == Placement()
+
+
+def test_what_is_not_traced_says_so():
+    config = tiny.config_of("llama", num_hidden_layers=LAYERS)
+    tracer = Tracer(config, cuda_plan(config, head_place="host", **TOGETHER))
+    with pytest.raises(NotRegular, match="through each tile of it"):
+        tracer.terms(*SHAPE)

@@ -151,6 +151,7 @@ class Engine:
         groups += [[]] * (num_passes - len(groups))
         if self.in_host is not None:
             self.in_host.begin(lr if self._updates_at_once() else None)
+            observe = functools.partial(self._unless_updating, observe)
         while True:
             loss = self._accumulate(groups, self.scaler.scale / max(num_targets, 1), observe) / max(num_targets, 1)
             observe("optimizer", 0)
@@ -235,6 +236,11 @@ class Engine:
         if self._inputs_in_host is None:
             self._inputs_in_host = OffloadedInputs(self.built.device)
         return self._inputs_in_host
+
+    def _unless_updating(self, observe: Observer, part: str, index: int) -> None:
+        """Observers may give a step up; one that has begun to update is finished."""
+        if not self.updating:
+            observe(part, index)
 
     def _updates_at_once(self) -> bool:
         """Whether a layer can be updated before all gradients are there."""

@@ -17,7 +17,7 @@ _MOST_PAIRS = 4096  # events in flight before their times are added up
 @dataclass(frozen=True)
 class LinkStats:
     """Of one step. `copy_s` is the time copies of weights took, `wait_s` how long the computation stood still for
-    them; `bytes_moved` are the weights' bytes, host to device. Nothing goes back."""
+    them; `bytes_moved` are the weights' bytes, host to device; gradients, masters and state are not counted."""
 
     bytes_moved: int
     copy_s: float

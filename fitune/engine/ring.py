@@ -1,10 +1,10 @@
-"""Frozen weights pass through a few device buffers, fetched ahead of the layers that use them.
+"""Weights pass through a few device buffers, fetched ahead of the layers that use them.
 
 A step knows which weights it will use and in which order: layers forward, tiles of a head in host memory, layers
 backward. `Ring.begin` is told that order. Whenever a buffer is free, the next item that is not on the device is fetched
 into it, unless the buffer holds something that is needed sooner. (Belady's rule. So the last layers stay over the turn
 from forward to backward, and the first ones from one pass to the next, without a word about either.) Nothing is ever
-copied back.
+copied back: weights that are trained change in host memory (see `host_masters`), where a fetch waits for the update.
 
 On CUDA fetches run on one stream of their own for the life of the run. Items in pinned memory are copied directly;
 others (pageable memory, disk) go through two small pinned buffers that a thread fills. On the CPU the same code copies

@@ -51,9 +51,17 @@ class _Part:
     entries: tuple[shards.Entry, ...]
 
 
-def merge(source: ModelSource, adapter_folder: Path, out_folder: Path, *, dtype: str = "bf16",
-          max_shard_bytes: int = 2 * GIB, ram_cap_bytes: int | None = None, frugal: bool = False,
-          progress: Callable[[int, int], None] | None = None) -> Merged:
+def merge(
+    source: ModelSource,
+    adapter_folder: Path,
+    out_folder: Path,
+    *,
+    dtype: str = "bf16",
+    max_shard_bytes: int = 2 * GIB,
+    ram_cap_bytes: int | None = None,
+    frugal: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Merged:
     """Write ``source`` with the adapter merged into its original weights as a transformers model folder.
 
     The sum is taken in fp32 and rounded once to ``dtype`` (``bf16``, ``fp16``, ``fp32``). Files use the publisher's
@@ -70,8 +78,11 @@ def merge(source: ModelSource, adapter_folder: Path, out_folder: Path, *, dtype:
     """
     adapter_folder, out_folder = Path(adapter_folder), Path(out_folder)
     if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
-        raise UserError(f"cannot write the merged model to {out_folder}", "it exists and is not empty",
-                        "choose a new folder, or remove this one")
+        raise UserError(
+            f"cannot write the merged model to {out_folder}",
+            "it exists and is not empty",
+            "choose a new folder, or remove this one",
+        )
     adapter, tensors = read_adapter(adapter_folder)
     model = _model_for_saving(source)
     _check_fit(model, tensors, adapter_folder)
@@ -83,8 +94,11 @@ def merge(source: ModelSource, adapter_folder: Path, out_folder: Path, *, dtype:
     if not frugal and ram_bytes > min(free_bytes, ram_cap_bytes or free_bytes):
         frugal, ram_bytes = True, _ram_bytes(source, parts, tensors, True)
     if ram_cap_bytes is not None and ram_bytes > ram_cap_bytes:
-        raise UserError("not enough RAM for the merge", f"it needs {format_bytes(ram_bytes)} for its largest tensors, "
-                        f"the limit is {format_bytes(ram_cap_bytes)}", "raise the limit, or keep the adapter apart")
+        raise UserError(
+            "not enough RAM for the merge",
+            f"it needs {format_bytes(ram_bytes)} for its largest tensors, the limit is {format_bytes(ram_cap_bytes)}",
+            "raise the limit, or keep the adapter apart",
+        )
     pieces_bytes = max(sum(entry.num_bytes for entry in part.entries) for part in parts) if frugal else 0
     need_space(out_folder.parent, num_bytes + pieces_bytes + _SMALL_FILES_BYTES, "the merged model")
     with atomic_folder(out_folder) as temporary:
@@ -126,8 +140,15 @@ class _Place:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def merged_weight(weight: torch.Tensor, adapter: Adapter, a: torch.Tensor, b: torch.Tensor,
-                  magnitude: torch.Tensor | None, dtype: torch.dtype, place: _Place | None = None) -> torch.Tensor:
+def merged_weight(
+    weight: torch.Tensor,
+    adapter: Adapter,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor | None,
+    dtype: torch.dtype,
+    place: _Place | None = None,
+) -> torch.Tensor:
     """``W + scaling * B A``, with DoRA ``m * (W + scaling * B A) / |row|`` (arXiv 2402.09353), as ``dtype``.
 
     Shapes: weight [out, in], a [r, in], b [out, r], magnitude [out]. Rows are summed in fp32, some at a time.
@@ -170,13 +191,18 @@ def _check_fit(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> No
         place = {"lora_A": -1, "lora_B": 0, "magnitude": 0}.get(part)
         if shape is None:
             problems.append(f"{name} has no place in it")
-        elif len(shape) > 2 or (tuple(tensor.shape) != shape if place is None else
-                                tensor.shape[-1 if part == "lora_A" else 0] != shape[place]):
+        elif len(shape) > 2 or (
+            tuple(tensor.shape) != shape
+            if place is None
+            else tensor.shape[-1 if part == "lora_A" else 0] != shape[place]
+        ):
             problems.append(f"{name} is {list(tensor.shape)}, the weight is {list(shape)}")
     if problems:
-        raise UserError(f"the adapter in {folder} is not one of this model ({type(model).__name__})",
-                        f"{len(problems)} tensors do not fit: {'; '.join(problems[:3])}",
-                        "name the base model the adapter was trained on (adapter_config.json says which)")
+        raise UserError(
+            f"the adapter in {folder} is not one of this model ({type(model).__name__})",
+            f"{len(problems)} tensors do not fit: {'; '.join(problems[:3])}",
+            "name the base model the adapter was trained on (adapter_config.json says which)",
+        )
 
 
 def _is_conv1d(model: Any, path: str) -> bool:
@@ -212,7 +238,8 @@ def _out_dtype(name: str, own: torch.dtype, model: Any, dtype: str) -> torch.dty
     if not own.is_floating_point:
         return own
     keep = set(model._keep_in_fp32_modules_strict or ()) | (
-        set(model._keep_in_fp32_modules or ()) if dtype == "fp16" else set())
+        set(model._keep_in_fp32_modules or ()) if dtype == "fp16" else set()
+    )
     if any(re.search(rf"(^|\.){re.escape(key)}($|\.)", name) for key in keep):
         return torch.float32
     return torch_dtype(dtype)
@@ -244,9 +271,16 @@ def _ram_bytes(source: ModelSource, parts: list[_Part], tensors: dict[str, torch
     return largest + 2 * rows_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _merged(source: ModelSource, model: Any, parts: list[_Part], adapter: Adapter, tensors: dict[str, torch.Tensor],
-            num_bytes: int, progress: Callable[[int, int], None] | None,
-            place: _Place) -> Iterator[tuple[str, torch.Tensor]]:
+def _merged(
+    source: ModelSource,
+    model: Any,
+    parts: list[_Part],
+    adapter: Adapter,
+    tensors: dict[str, torch.Tensor],
+    num_bytes: int,
+    progress: Callable[[int, int], None] | None,
+    place: _Place,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The written tensors, in the order of the parts' entries."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -268,8 +302,15 @@ def _merged(source: ModelSource, model: Any, parts: list[_Part], adapter: Adapte
         place.clear()
 
 
-def _with_adapter(model: Any, name: str, tensor: torch.Tensor, adapter: Adapter, tensors: dict[str, torch.Tensor],
-                  dtype: torch.dtype, place: _Place) -> torch.Tensor:
+def _with_adapter(
+    model: Any,
+    name: str,
+    tensor: torch.Tensor,
+    adapter: Adapter,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    place: _Place,
+) -> torch.Tensor:
     if name in tensors:
         return tensors[name].to(dtype)
     path = name.removesuffix(".weight")

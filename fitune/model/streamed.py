@@ -1,8 +1,9 @@
-"""Frozen weights that wait outside the device: one flat host buffer per decoder layer, and where its tensors lie in it.
+"""Weights that wait outside the device: one flat host buffer per decoder layer, and where its tensors lie in it.
 
 A layer's buffer holds all its frozen tensors (packed data, quantisation state, norms, routers), each at a multiple of
 512 bytes, so that one copy brings a layer to the device. The layer's modules then hold views of the copy: `bind` points
-them at it. Trained tensors (adapters, trained biases) and module buffers stay on the device.
+them at it. Adapters, trained biases and module buffers stay on the device. In full fine-tuning a layer's own weights
+are trained: what waits here are their working copies, written again after every update (`engine.host_masters`).
 """
 
 from __future__ import annotations

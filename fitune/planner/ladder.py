@@ -85,6 +85,17 @@ def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
     return [best, *(c for c in found if c is not best)]
 
 
+def alternatives(chosen: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
+    """Up to three that trade speed for memory: each needs less than the chosen one and all that are faster."""
+    found: list[Candidate] = []
+    least = chosen.peak_bytes
+    for other in sorted(others, key=lambda c: (c.cost, c.peak_bytes)):
+        if other.peak_bytes < least:
+            found.append(other)
+            least = other.peak_bytes
+    return found if len(found) <= 3 else [found[0], found[len(found) // 2], found[-1]]
+
+
 def default_chunk(vocab_size: int) -> int:
     """Tokens whose logits take about 256 MiB, a multiple of 64."""
     return max(SMALLEST_CHUNK, min(1024, LOSS_CHUNK_BYTES // (BYTES_PER_LOGIT * vocab_size) // 64 * 64))

@@ -27,7 +27,6 @@ REPLAY_MARGIN = 0.01
 driver counted at most 0.8 % (p95) more than was replayed, over 67 configurations, and no run predicted below a cap
 failed (`benchmarks/results/h200-matrix-2026-11-30.json`). Where a card's overheads are assumed, what they may be more
 is left free too."""
-MOST_ALTERNATIVES = 3
 MOST_REPLAYS = 5  # searches with a tighter limit after a replay was above it
 PACKING_GAIN = 1.1  # packing is chosen when padding would cost at least this factor in tokens
 DEFAULT_LR = {"full": 2e-5, "lora": 2e-4}
@@ -489,22 +488,9 @@ def _result(
     reasons: tuple[Reason, ...] = explain.reasons(context, chosen, rejected, others, fits=fits)
     plan = plan.with_(reasons=reasons)
     alternatives = []
-    for candidate in _alternatives(chosen, others):
+    for candidate in ladder.alternatives(chosen, others):
         other = _finished(context, candidate)
         if (other.predicted.get("device_bytes") or 0) <= context.target.budget_bytes:
             alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted})
     nearest = () if fits else nofit.nearest_fits(context, chosen.draft, chosen)
     return PlanResult(fits, plan, plan.predicted, reasons, tuple(alternatives), tuple(nearest), tuple(context.notes))
-
-
-def _alternatives(chosen: ladder.Candidate, others: list[ladder.Candidate]) -> list[ladder.Candidate]:
-    """Up to three that trade speed for memory: each needs less than all that are faster than it."""
-    found: list[ladder.Candidate] = []
-    least = chosen.peak_bytes
-    for other in sorted(others, key=lambda c: (c.cost, c.peak_bytes)):
-        if other.peak_bytes < least:
-            found.append(other)
-            least = other.peak_bytes
-    if len(found) <= MOST_ALTERNATIVES:
-        return found
-    return [found[0], found[len(found) // 2], found[-1]]

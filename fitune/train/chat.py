@@ -74,8 +74,9 @@ class Chat:
             asked = asked[2:]
             ids = self._prompt_ids(asked)
         if self.longest and len(ids) >= self.longest:
-            raise UserError("this is too long for the model", f"{len(ids)} tokens; it reads {self.longest}",
-                            "ask something shorter")
+            raise UserError(
+                "this is too long for the model", f"{len(ids)} tokens; it reads {self.longest}", "ask something shorter"
+            )
         room = self.max_tokens if not self.longest else min(self.max_tokens, self.longest - len(ids))
         said = answer(self.built, self.tokenizer, ids, max_tokens=room)
         self.messages = [] if self.template is None else [*asked, {"role": "assistant", "content": said}]
@@ -138,8 +139,13 @@ def _of_run(run: RunFolder) -> _Parts:
     plan = _on_this_machine(plans.from_json(run.plan_path.read_text(encoding="utf-8")))
     trained = _trained(run, plan)
     whole = plan.method == "full" and run.model_path.is_dir()
-    source = resolve(str(run.model_path) if whole else recipe.model, hub=recipe.hub, seed=recipe.seed,
-                     trust_remote_code=recipe.trust_remote_code, weights=True)
+    source = resolve(
+        str(run.model_path) if whole else recipe.model,
+        hub=recipe.hub,
+        seed=recipe.seed,
+        trust_remote_code=recipe.trust_remote_code,
+        weights=True,
+    )
     config = source.config if whole else with_rope_scaling(source.config, recipe.rope_scaling)
     result = next((path for path in (run.adapter_path, run.model_path) if path.is_dir()), None)
     tokenizer = _tokenizer(result, recipe) if result is not None else source.tokenizer()
@@ -154,9 +160,14 @@ def _on_this_machine(plan: Plan) -> Plan:
     if plan.device == "cpu" or torch.cuda.is_available():
         return plan
     dense = plan.base_format in ("fp32", "bf16", "fp16")
-    return plan.with_(device="cpu", precision="fp32", loss_scaling=False, embedding_place="device",
-                      base_format="fp32" if dense else plan.base_format,
-                      attention="native" if plan.attention == "native" else "cpu")
+    return plan.with_(
+        device="cpu",
+        precision="fp32",
+        loss_scaling=False,
+        embedding_place="device",
+        base_format="fp32" if dense else plan.base_format,
+        attention="native" if plan.attention == "native" else "cpu",
+    )
 
 
 def _trained(run: RunFolder, plan: Plan) -> dict[str, torch.Tensor]:
@@ -170,8 +181,11 @@ def _trained(run: RunFolder, plan: Plan) -> dict[str, torch.Tensor]:
         return {}
     saved = checkpoint.load_latest(run.checkpoints_path)
     if saved is None:
-        raise UserError(f"nothing to talk to in {run.path}", "this run has neither a result nor a checkpoint yet",
-                        f"train it: fitune train --resume {run.argument}")
+        raise UserError(
+            f"nothing to talk to in {run.path}",
+            "this run has neither a result nor a checkpoint yet",
+            f"train it: fitune train --resume {run.argument}",
+        )
     prefix = "parameter|"
     return {name.removeprefix(prefix): t for name, t in saved.tensors.items() if name.startswith(prefix)}
 
@@ -200,8 +214,10 @@ def _load(parts: _Parts) -> Built:
     with torch.no_grad():
         for name, tensor in parts.trained.items():
             if name not in parameters or parameters[name].shape != tensor.shape:
-                raise UserError("what was trained does not fit the base model",
-                                f"{name} is unknown or of another shape",
-                                "use the base model that the run was trained on")
+                raise UserError(
+                    "what was trained does not fit the base model",
+                    f"{name} is unknown or of another shape",
+                    "use the base model that the run was trained on",
+                )
             parameters[name].copy_(tensor)
     return built

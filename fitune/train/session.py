@@ -94,9 +94,11 @@ def _check_vocabulary(source: ModelSource, data: DataSet) -> None:
     """A token beyond the embedding would be an index error in the middle of the run, on a GPU an unreadable one."""
     highest = max(int(record.input_ids.max()) for record in (*data.train, *data.eval))
     if highest >= source.config.vocab_size:
-        raise UserError(f"the tokenizer of {source.name} does not belong to this model",
-                        f"it gives token {highest}, the model's vocabulary ends at {source.config.vocab_size - 1}",
-                        "use the tokenizer files that came with the model, or its whole folder")
+        raise UserError(
+            f"the tokenizer of {source.name} does not belong to this model",
+            f"it gives token {highest}, the model's vocabulary ends at {source.config.vocab_size - 1}",
+            "use the tokenizer files that came with the model, or its whole folder",
+        )
 
 
 def plan_session(session: Session) -> PlanResult:

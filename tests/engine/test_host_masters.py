@@ -174,6 +174,21 @@ def test_a_failure_after_the_first_update_cannot_be_replayed(models):
     assert engine.updating
 
 
+def test_a_step_that_updates_is_not_given_up(models):
+    """An observer that stops the run may do so before the first update only: the state stays that of a whole step."""
+    engine, plain = made(models["llama"], **NF4, **HOST), made(models["llama"], **NF4)
+
+    def stop(part, index):
+        if part == "backward" and index == 2:
+            engine.in_host.wait(3)
+        if part == "optimizer" or (part == "backward" and index < 2):
+            raise InterruptedError
+
+    for one, observe in ((engine, stop), (plain, lambda part, index: None)):
+        one.step(BATCHES[:1], step=0, lr=1e-2, observe=observe)
+    assert all(torch.equal(t, plain.trained_tensors()[n]) for n, t in engine.trained_tensors().items())
+
+
 def test_the_next_pass_waits_for_one_layer_at_a_time(models):
     """A clipped update goes on beside the next forward pass: layer 0 has run before layer 3 is updated."""
     engine = made(models["llama"], **FULL, clip=1.0, **STREAMED, **HOST)
@@ -225,6 +240,25 @@ def test_working_copies_take_half(models):
     engine, plain = made(models["llama"], **NF4, **HOST), made(models["llama"], **NF4)
     size = {e: sum(p.numel() * p.element_size() for p in e.built.trainable().values()) for e in (engine, plain)}
     assert size[engine] * 2 == size[plain]
+
+
+def test_full_fine_tuning_keeps_two_layers_on_the_device(models):
+    """Of the weights: the ring's two buffers and the ends; no master or state; gradients of at most two parts."""
+    engine = made(models["llama"], **FULL, clip=1.0, **STREAMED, **HOST)
+    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.built.model.parameters()}
+    storages |= {t.untyped_storage()._cdata: t.numel() for _, t in engine.built.source.device_tensors()}
+    ends = sum(p.numel() * 2 for n, p in engine.built.trainable().items() if ".layers." not in n)
+    assert sum(storages.values()) == 2 * engine.built.source.buffer_bytes + ends
+    layer = max(sum(p.numel() for p in layer.parameters()) for layer in engine.built.layers)
+    most = 0
+
+    def observe(part, index):
+        nonlocal most
+        if part == "backward":
+            most = max(most, sum(t.numel() for t in engine.in_host._held.values()))
+
+    engine.step(BATCHES, step=0, lr=1e-2, observe=observe)
+    assert most <= layer
 
 
 def test_buffers_of_gradients_are_used_again(models):

@@ -40,7 +40,7 @@ def traced():
 def num_traces(traced, monkeypatch):
     """The small model's tracer in place of new ones; a list that grows by one for each."""
     made = []
-    monkeypatch.setattr(trace, "Tracer", lambda config, plan: made.append(plan) or traced[2])
+    monkeypatch.setattr(trace, "Tracer", lambda config, plan, **how: made.append(plan) or traced[2])
     return made
 
 

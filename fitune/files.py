@@ -191,15 +191,20 @@ def clean_leftovers(folder: Path) -> None:
         return
     for name in names:
         match = _LEFTOVER.fullmatch(name)
-        leftover = folder / name
-        if match is None or not _unlocked(leftover):
+        if match is None:
             continue
-        if match["kind"] == _OLD and not os.path.lexists(folder / match["name"]):
-            os.rename(leftover, folder / match["name"])
-        elif leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+        with _held(folder / name) as free:  # held until it is gone, so that nobody begins to write into it
+            if free:
+                _tidy(folder / name, match)
+
+
+def _tidy(leftover: Path, match: re.Match[str]) -> None:
+    if match["kind"] == _OLD and not os.path.lexists(leftover.with_name(match["name"])):
+        os.rename(leftover, leftover.with_name(match["name"]))
+    elif leftover.is_dir():
+        shutil.rmtree(leftover, ignore_errors=True)
+    else:
+        leftover.unlink(missing_ok=True)
 
 
 def try_lock(descriptor: int, shared: bool = False) -> bool:
@@ -237,10 +242,13 @@ def _claim(target: Path, folder: bool) -> tuple[Path, int]:
         temp = _sibling(target, _TEMP)
         if folder:
             temp.mkdir()
-            descriptor = os.open(temp, os.O_RDONLY) if fcntl is not None else -1
+            try:
+                descriptor = os.open(temp, os.O_RDONLY) if fcntl is not None else -1
+            except FileNotFoundError:  # swept up by somebody who writes beside this
+                continue
         else:
             descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
-        # Another process may have swept it up between its birth and the lock.
+        # Another writer may have swept it up between its birth and the lock.
         if descriptor < 0 or (try_lock(descriptor) and temp.exists()):
             return temp, descriptor
         os.close(descriptor)
@@ -273,15 +281,19 @@ def _swap(temp: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _unlocked(path: Path) -> bool:
+@contextmanager
+def _held(path: Path) -> Iterator[bool]:
+    """Locks a leftover; False where somebody writes it, or it is gone or not ours."""
     if fcntl is None:
-        return True
+        yield True
+        return
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # gone meanwhile, or somebody else's
-        return False
+    except OSError:
+        yield False
+        return
     try:
-        return try_lock(descriptor)
+        yield try_lock(descriptor)
     finally:
         os.close(descriptor)
 

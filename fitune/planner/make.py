@@ -253,7 +253,8 @@ def _replayed(
         excess = needed_bytes(prediction.most) - context.allowed_bytes
         if excess <= 0:
             return found, tried, prediction
-        context.held_back += excess
+        # below this candidate's sum, which may itself be below the limit
+        context.held_back += max(0, context.limit_bytes - found[0].peak_bytes) + excess
         _, found, tried = choose(context, base_formats(context))
     for _, least in sorted(tried, key=lambda pair: pair[1].peak_bytes):
         prediction = phases_of(context, least.plan)

@@ -15,7 +15,8 @@ from fitune.planner.make import _check_optimizer
 from fitune.recipe import Recipe
 from tests.house.source import ROOT
 
-LIMIT_S = 3.0
+LIMITS_S = {"8B": 3.0, "70B": 5.0, "30B MoE": 5.0, "70B, does not fit": 5.0}  # of processor time on a quiet machine
+BESIDE_OTHERS = 1.4  # tests run beside each other, and share caches and a core's arithmetic
 JOBS = {
     "8B": ("meta-llama/Llama-3.1-8B", "rtx3080"),
     "70B": ("meta-llama/Llama-3.1-70B", "a100-80gb"),
@@ -57,7 +58,7 @@ def test_a_cold_plan_takes_at_most_seconds(job, tmp_path):
     run(PROGRAM, model, "--gpu", gpu, cache=tmp_path)
     after = os.times()
     taken = after.children_user + after.children_system - before.children_user - before.children_system
-    assert 0 < taken < LIMIT_S
+    assert 0 < taken < LIMITS_S[job] * BESIDE_OTHERS
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

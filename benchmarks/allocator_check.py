@@ -18,20 +18,18 @@ from __future__ import annotations
 
 import argparse
 import base64
-import contextlib
-import datetime
 import json
-import multiprocessing
 import random
 import sys
 import time
-import traceback
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import bench
 
 from fitune.memory.allocator import CachingAllocator, OutOfMemory
 
@@ -211,7 +209,7 @@ def planned(settings: dict[str, Any]) -> List:
     return made
 
 
-def driven(jobs: list[dict[str, Any]], send: Any) -> None:
+def driven(jobs: list[dict[str, Any]], send: bench.Send) -> None:
     """Every random or planned list of one mode, in one process: the allocator is empty before each."""
     import torch
 
@@ -226,10 +224,10 @@ def driven(jobs: list[dict[str, Any]], send: Any) -> None:
         real["num_retries"] -= before
         model = replayed(job["entries"], {}, job["every"], expandable=job["expandable"], limit_bytes=limit,
                          total_bytes=total)  # fmt: skip
-        send.send({**header(job["name"]), **job, "limit_bytes": limit, "streams": {}, "real": real, "model": model})
+        send({**bench.header(job["name"]), **job, "limit_bytes": limit, "streams": {}, "real": real, "model": model})
 
 
-def trained(job: dict[str, Any], send: Any) -> None:
+def trained(job: dict[str, Any], send: bench.Send) -> None:
     """One real training."""
     import torch
 
@@ -237,7 +235,7 @@ def trained(job: dict[str, Any], send: Any) -> None:
     limit = _set_limits(job, total)
     made, streams, real = train(job["list"].split("-")[1])
     model = replayed(made, streams, EVERY, expandable=job["expandable"], limit_bytes=limit, total_bytes=total)
-    send.send({**header(job["name"]), **job, "limit_bytes": limit, "streams": streams, "entries": made, "real": real,
+    send({**bench.header(job["name"]), **job, "limit_bytes": limit, "streams": streams, "entries": made, "real": real,
                "model": model, "every": EVERY})  # fmt: skip
 
 
@@ -250,19 +248,6 @@ def _set_limits(job: dict[str, Any], total: int) -> int | None:
     fraction = 1.0 if job["cap_bytes"] is None else job["cap_bytes"] / total
     torch.cuda.set_per_process_memory_fraction(fraction, 0)
     return None if job["cap_bytes"] is None else int(fraction * total)
-
-
-def header(name: str) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": name,
-        "gpu": {"name": properties.name, "total_bytes": properties.total_memory,
-                "compute_capability": f"{properties.major}.{properties.minor}"},
-        "versions": {"torch": torch.__version__},
-        "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
 
 
 def list_jobs(lists: dict[str, List], expandable: bool) -> list[dict[str, Any]]:
@@ -290,7 +275,7 @@ def training_jobs() -> Iterator[dict[str, Any]]:
 
 def follow_up(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A real training again, below caps at which it meets pressure."""
-    if record["list"].startswith("training") and "error" not in record and record["cap_bytes"] is None:
+    if "error" not in record and record["list"].startswith("training") and record["cap_bytes"] is None:
         allocated, reserved = (record["real"][f"peak_{what}_bytes"] for what in ("allocated", "reserved"))
         caps = {"tight": allocated + max(8 * MIB, (reserved - allocated) // 3), "short": int(allocated * 0.95)}
         for word, cap in caps.items():
@@ -298,35 +283,10 @@ def follow_up(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {key: record[key] for key in ("list", "expandable")} | {"name": name, "cap_bytes": cap}
 
 
-def forked(function: Any, argument: Any) -> Iterator[Any]:
-    """What a function sends from a process of its own; an error comes as a record, and ends it."""
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(function, argument, send))
-    worker.start()
-    send.close()
-    try:
-        while True:
-            yield receive.recv()
-    except EOFError:
-        worker.join()
-        if worker.exitcode:
-            yield {"name": function.__name__, "list": "", "error": f"the process died ({worker.exitcode})"}
-
-
-def _work(function: Any, argument: Any, send: Any) -> None:
-    try:
-        function(argument, send)
-    except Exception as error:  # noqa: BLE001  (a failed case is recorded, and the next one runs)
-        name = argument.get("name") if isinstance(argument, dict) else None
-        send.send({"name": name or function.__name__, "list": "", "error": f"{type(error).__name__}: {error}",
-                   "traceback": traceback.format_exc()[-2000:]})  # fmt: skip
-
-
-def send_planned(settings: dict[str, dict[str, Any]], send: Any) -> None:
+def send_planned(settings: dict[str, dict[str, Any]], send: bench.Send) -> None:
     """Made in a process of its own: a trace may import bitsandbytes, which starts CUDA."""
     for name, values in settings.items():
-        send.send({"name": f"planned-{name}", "entries": planned(values)})
+        send({"name": f"planned-{name}", "entries": planned(values)})
 
 
 def difference(record: dict[str, Any]) -> float:
@@ -379,15 +339,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/allocator-gpu.json"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args()
-    import torch  # imported once, before the forks (not bitsandbytes, which starts CUDA when it is imported)
-    import transformers  # noqa: F401
-
-    with contextlib.suppress(ImportError):
-        import fitune.engine.engine
-        import fitune.memory.trace
-        import fitune.planner.make  # noqa: F401
-
-    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA once its parent does"
+    bench.import_before_forks()
     started = time.time()
     lists = {f"{kind}-{seed}": random_list(kind, seed) for kind in ("mixed", "layers") for seed in (1, 2)}
     records: list[dict[str, Any]] = []
@@ -396,17 +348,19 @@ def main() -> int:
         records.append(record)
         print(row(record), flush=True)
 
-    for made in forked(send_planned, PLANNED):
+    for made in bench.forked("planned", lambda send: send_planned(PLANNED, send)):
         if "error" in made:
             take(made)
         else:
             lists[made["name"]] = made["entries"]
     for expandable in (True, False):
-        for record in forked(driven, [j for j in list_jobs(lists, expandable) if args.only in j["name"]]):
+        jobs = [j for j in list_jobs(lists, expandable) if args.only in j["name"]]
+        for record in bench.forked("lists", lambda send, jobs=jobs: driven(jobs, send)):
             take(record)
     waiting = [job for job in training_jobs() if args.only in job["name"]]
     while waiting:
-        for record in forked(trained, waiting.pop(0)):
+        job = waiting.pop(0)
+        for record in bench.forked(job["name"], lambda send, job=job: trained(job, send)):
             take(record)
             waiting += follow_up(record)
     good = [record for record in records if "error" not in record]

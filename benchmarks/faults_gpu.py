@@ -16,7 +16,6 @@ reserves may grow by less than 1 % after step 50.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -28,6 +27,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import bench
 
 MODEL = "random:meta-llama/Llama-3.2-1B"
 STEPS = 8
@@ -273,19 +274,6 @@ def killed(folder: Path, undisturbed: Path) -> dict[str, Any]:
                     "exit_code": code, "restarts": [r["cause"] for r in restarts]}  # fmt: skip
 
 
-def header() -> dict[str, Any]:
-    import torch
-    import transformers
-
-    import fitune
-
-    properties = torch.cuda.get_device_properties(0)
-    return {"model": MODEL, "date": datetime.date.today().isoformat(),
-            "gpu": {"name": properties.name, "total_bytes": properties.total_memory},
-            "versions": {"fitune": fitune.__version__, "torch": torch.__version__,
-                         "transformers": transformers.__version__}}  # fmt: skip
-
-
 def show(record: dict[str, Any]) -> None:
     mark = "ok  " if record["ok"] else "FAIL"
     if "error" in record:
@@ -321,7 +309,9 @@ def main() -> int:
             records.append(record)
             show(record)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**header(), "cases": records}, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(
+        json.dumps({**bench.header("faults"), "model": MODEL, "cases": records}, indent=1) + "\n", encoding="utf-8"
+    )
     return 0 if all(record["ok"] for record in records) else 1
 
 

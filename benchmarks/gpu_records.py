@@ -11,32 +11,28 @@ versions and date. Cases that are in the output file already are passed over (us
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import multiprocessing
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
+import bench
 import numpy as np
+from bench import GIB, LLAMA_8B
 
-GIB = 1024**3
-LLAMA = "random:meta-llama/Llama-3.1-8B"
 _ALL = dict(recompute="all")
 CASES: dict[str, dict[str, Any]] = {
-    "8b-nf4-1x2048": dict(model=LLAMA, method="qlora", batch=1, seq_len=2048, **_ALL),
-    "8b-nf4-4x512": dict(model=LLAMA, method="qlora", batch=4, seq_len=512, **_ALL),
-    "8b-nf4-4x2048": dict(model=LLAMA, method="qlora", batch=4, seq_len=2048, **_ALL),
-    "8b-nf4-1x2048-keep": dict(model=LLAMA, method="qlora", batch=1, seq_len=2048, recompute="none"),
-    "8b-nf4-4x2048-keep16": dict(model=LLAMA, method="qlora", batch=4, seq_len=2048, recompute="16"),
-    "8b-nf4-2x2048-by-1": dict(model=LLAMA, method="qlora", batch=2, micro_batch=1, seq_len=2048, **_ALL),
-    "8b-bf16-1x2048": dict(model=LLAMA, method="lora", batch=1, seq_len=2048, **_ALL),
-    "8b-bf16-4x2048": dict(model=LLAMA, method="lora", batch=4, seq_len=2048, **_ALL),
-    "8b-bf16-4x512-keep": dict(model=LLAMA, method="lora", batch=4, seq_len=512, recompute="none"),
-    "8b-int8-1x2048": dict(model=LLAMA, method="qlora", base_format="int8", batch=1, seq_len=2048, **_ALL),
+    "8b-nf4-1x2048": dict(model=LLAMA_8B, method="qlora", batch=1, seq_len=2048, **_ALL),
+    "8b-nf4-4x512": dict(model=LLAMA_8B, method="qlora", batch=4, seq_len=512, **_ALL),
+    "8b-nf4-4x2048": dict(model=LLAMA_8B, method="qlora", batch=4, seq_len=2048, **_ALL),
+    "8b-nf4-1x2048-keep": dict(model=LLAMA_8B, method="qlora", batch=1, seq_len=2048, recompute="none"),
+    "8b-nf4-4x2048-keep16": dict(model=LLAMA_8B, method="qlora", batch=4, seq_len=2048, recompute="16"),
+    "8b-nf4-2x2048-by-1": dict(model=LLAMA_8B, method="qlora", batch=2, micro_batch=1, seq_len=2048, **_ALL),
+    "8b-bf16-1x2048": dict(model=LLAMA_8B, method="lora", batch=1, seq_len=2048, **_ALL),
+    "8b-bf16-4x2048": dict(model=LLAMA_8B, method="lora", batch=4, seq_len=2048, **_ALL),
+    "8b-bf16-4x512-keep": dict(model=LLAMA_8B, method="lora", batch=4, seq_len=512, recompute="none"),
+    "8b-int8-1x2048": dict(model=LLAMA_8B, method="qlora", base_format="int8", batch=1, seq_len=2048, **_ALL),
     "8b-fp4-1x2048-8bit": dict(
-        model=LLAMA, method="qlora", base_format="fp4", double_quant=False, batch=1, seq_len=2048,
+        model=LLAMA_8B, method="qlora", base_format="fp4", double_quant=False, batch=1, seq_len=2048,
         optimizer="adamw8bit", **_ALL,
     ),
     "llama2-7b-10gib-bf16": dict(recipe="examples/qlora-7b-10gb.yaml", cap_gib=10),
@@ -68,72 +64,22 @@ def main() -> None:
     if args.list:
         print("\n".join(["overheads", *CASES]))
         return
-    import_before_forks()
-    records = json.loads(args.out.read_text()) if args.out.exists() else []
+    bench.import_before_forks()
+    out = bench.Records(args.out)
     for name in args.cases or ["overheads", *CASES]:
-        if any(r["name"] == name for r in records) and not args.again:
+        if name in out.names and not args.again:
             continue
         started = time.time()
-        record = _forked(name, args.steps)
-        records = [r for r in records if r["name"] != name] + [record]
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        record = bench.forked_record(name, lambda name=name: work(name, args.steps))
+        out.add(record)
         print(_row(record), f"[{time.time() - started:.0f} s]", flush=True)
 
 
-def import_before_forks() -> None:
-    """Import once what every forked process needs (not bitsandbytes, which starts CUDA when it is imported)."""
-    import torch
-    import transformers  # noqa: F401
-
-    import fitune.engine.engine
-    import fitune.memory.trace  # noqa: F401
-
-    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA once its parent does"
-
-
-def _forked(name: str, steps: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(name, steps, send))
-    worker.start()
-    send.close()
-    try:
-        return receive.recv()
-    except EOFError:
-        return {"name": name, "error": f"the process died (exit code {worker.exitcode})"}
-    finally:
-        worker.join()
-
-
-def _work(name: str, steps: int, send: Any) -> None:
-    try:
-        if name.startswith("profile:"):
-            send.send(profile(name.removeprefix("profile:")))
-        else:
-            send.send(overheads() if name == "overheads" else measure(name, steps))
-    except Exception as error:  # noqa: BLE001  (a failed case is recorded, and the next one runs)
-        send.send(
-            {"name": name, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-3000:]}
-        )
-
-
-def _header(name: str) -> dict[str, Any]:
-    import bitsandbytes
-    import torch
-    import transformers
-
-    import fitune
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": name,
-        "gpu": {"name": properties.name, "total_bytes": properties.total_memory,
-                "compute_capability": f"{properties.major}.{properties.minor}"},
-        "versions": {"fitune": fitune.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-                     "bitsandbytes": bitsandbytes.__version__},
-        "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+def work(name: str, steps: int) -> dict[str, Any]:
+    """The record of a case."""
+    if name.startswith("profile:"):
+        return profile(name.removeprefix("profile:"))
+    return overheads() if name == "overheads" else measure(name, steps)
 
 
 def overheads() -> dict[str, Any]:
@@ -151,7 +97,7 @@ def overheads() -> dict[str, Any]:
     torch.cuda.synchronize()
     workspace = torch.cuda.memory_allocated() - before - result.untyped_storage().nbytes()
     free, total = torch.cuda.mem_get_info()
-    return {**_header("overheads"), "context_at_start_bytes": context_first, "workspace_bytes": workspace,
+    return {**bench.header("overheads"), "context_at_start_bytes": context_first, "workspace_bytes": workspace,
             "context_bytes": total - free - torch.cuda.memory_reserved()}  # fmt: skip
 
 
@@ -172,7 +118,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     if file:
         values["model"] = f"random:{values['model']}"
     recipe = recipes.build(values | case | ({"vram": cap_gib} if cap_gib else {}))
-    outside = max(_context_bytes(), overheads_of("cuda", torch.cuda.get_device_capability(0)).context_bytes)
+    outside = max(bench.context_bytes(), overheads_of("cuda", torch.cuda.get_device_capability(0)).context_bytes)
     result = make_plan(recipe)
     prepare(result.plan, 0)
     if cap_gib:  # the cap is the driver's: what this process holds outside torch's allocator is taken off
@@ -180,11 +126,11 @@ def measure(name: str, steps: int) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction((cap_gib * GIB - outside) / total)
     meter = Meter("cuda")
     meter.reset()
-    engine = _engine(recipe, result.plan)
+    engine = bench.engine_of(recipe, result.plan)
     phases = {"load": meter.peaks()}
     seconds = []
     for step in range(steps):
-        batches = _batches(recipe, result.plan, step, engine.built.model.config.vocab_size)
+        batches = bench.batches(result.plan, step, engine.built.model.config.vocab_size)
         meter.reset()
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -193,13 +139,13 @@ def measure(name: str, steps: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         phases["first_step" if step == 0 else "step"] = meter.peaks()
     meter.reset()
-    engine.evaluate(_batches(recipe, result.plan, 0, engine.built.model.config.vocab_size))
+    engine.evaluate(bench.batches(result.plan, 0, engine.built.model.config.vocab_size))
     phases["eval"] = meter.peaks()
     step_s = float(np.median(seconds[2:]))
     top = {key: max(p[key] for p in phases.values()) for key in next(iter(phases.values()))}
     plan = result.plan
     return {
-        **_header(name),
+        **bench.header(name),
         "model": plan.model,
         "job": {"batch": plan.batch, "micro_batch": plan.micro_batch, "seq_len": plan.seq_len,
                 "num_layers": plan.num_layers, "lora_r": plan.adapter.r if plan.adapter else None,
@@ -214,18 +160,6 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _context_bytes() -> int:
-    import torch
-
-    a = torch.randn(256, 256, device="cuda")
-    (a @ a).sum().item()
-    free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved()
-    del a
-    torch.cuda.empty_cache()
-    return outside
-
-
 def profile(name: str) -> dict[str, Any]:
     """Where the time of one step goes: GPU-busy seconds against wall seconds, and the costliest kernels."""
     import torch
@@ -238,8 +172,8 @@ def profile(name: str) -> dict[str, Any]:
     recipe = recipes.build(dict(CASES[name]))
     plan = make_plan(recipe).plan
     prepare(plan, 0)
-    engine = _engine(recipe, plan)
-    batches = _batches(recipe, plan, 0, engine.built.model.config.vocab_size)
+    engine = bench.engine_of(recipe, plan)
+    batches = bench.batches(plan, 0, engine.built.model.config.vocab_size)
     for step in range(3):
         engine.step(batches, step=step, lr=1e-4)
     torch.cuda.synchronize()
@@ -256,34 +190,11 @@ def profile(name: str) -> dict[str, Any]:
           f"{sum(e.count for e in rows if 'Memcpy' not in e.key)} kernels")  # fmt: skip
     for e in rows[:24]:
         print(f"  {e.self_device_time_total / 1e3:8.1f} ms {e.count:6d}  {e.key[:110]}")
-    return {**_header(f"profile {name}"), "wall_s": wall_s, "busy_s": sum(e.self_device_time_total for e in rows) / 1e6}
-
-
-def _engine(recipe: Any, plan: Any) -> Any:
-    import torch
-
-    from fitune.engine.engine import Engine
-    from fitune.model.build import add_adapter, build, fill, wanted_weights
-    from fitune.model.source import resolve
-
-    source = resolve(recipe.model, weights=True)
-    built = build(source.config, plan, "cuda")
-    fill(built, source.iter_weights(set(wanted_weights(built)), device=torch.device("cuda")), plan)
-    add_adapter(built, plan)
-    return Engine(built, plan)
-
-
-def _batches(recipe: Any, plan: Any, step: int, vocab_size: int) -> list[Any]:
-    """Full rows of random tokens, every one with a target but the last of its row."""
-    from fitune.data.batches import step_batches
-    from fitune.data.records import Record
-
-    rng = np.random.default_rng(step)
-    records = []
-    for index in range(plan.batch):
-        ids = rng.integers(5, min(vocab_size, 32_000), plan.seq_len).astype(np.int32)
-        records.append(Record(index, ids, ids.copy()))
-    return step_batches(records, micro_batch=plan.micro_batch, packing=False, seq_len=plan.seq_len, pad_id=0)
+    return {
+        **bench.header(f"profile {name}"),
+        "wall_s": wall_s,
+        "busy_s": sum(e.self_device_time_total for e in rows) / 1e6,
+    }
 
 
 def _row(record: dict[str, Any]) -> str:

@@ -19,21 +19,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import multiprocessing
 import subprocess
 import time
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gpu_records
+import bench
 import matrix
 import numpy as np
-
-GIB = 1024**3
-Send = Callable[[dict[str, Any]], None]
+from bench import GIB
 
 
 def main() -> None:
@@ -58,7 +53,7 @@ def main() -> None:
 
 def predict_all(names: list[str], gpu: str | None, path: Path, processes: int, commit: str) -> None:
     """Write the points with their predictions."""
-    points = Records(path)
+    points = bench.Records(path)
     jobs = [(group.name, gpu, points.names) for group in matrix.GROUPS if not names or group.name in names]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for name, found in pool.imap_unordered(predict_group, jobs):
@@ -85,11 +80,11 @@ def predict_group(job: tuple[str, str | None, set[str]]) -> tuple[str, list[dict
 
 def run_all(names: list[str], points: Path, out_path: Path, seconds: float) -> None:
     """Measure the points of a file, group by group."""
-    gpu_records.import_before_forks()
-    out = Records(out_path)
+    bench.import_before_forks()
+    out = bench.Records(out_path)
     started = time.time()
     by_group: dict[str, list[dict[str, Any]]] = {}
-    for values in Records(points).records:
+    for values in bench.Records(points).records:
         if values["name"] not in out.names and (not names or values["group"] in names):
             by_group.setdefault(values["group"], []).append(values)
     for name, todo in by_group.items():
@@ -97,57 +92,16 @@ def run_all(names: list[str], points: Path, out_path: Path, seconds: float) -> N
             print("time is up; call again to continue", flush=True)
             return
         at = time.time()
-        for record in _forked(lambda send, todo=todo: run_group(todo, send)):
+        for record in bench.forked(name, lambda send, todo=todo: run_group(todo, send)):
             out.add(record)
             print(row(record), flush=True)
         print(f"  -- {name}: {time.time() - at:.0f} s", flush=True)
-
-
-@dataclasses.dataclass
-class Records:
-    """The records of a file, written after every one."""
-
-    path: Path
-
-    def __post_init__(self) -> None:
-        self.records: list[dict[str, Any]] = json.loads(self.path.read_text()) if self.path.exists() else []
-
-    @property
-    def names(self) -> set[str]:
-        return {record["name"] for record in self.records if "error" not in record}
-
-    def add(self, record: dict[str, Any]) -> None:
-        self.records = [r for r in self.records if r["name"] != record["name"]] + [record]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("[\n" + ",\n".join(json.dumps(r) for r in self.records) + "\n]\n")
 
 
 def _commit() -> str:
     answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     changed = subprocess.run(["git", "status", "--porcelain", "fitune"], capture_output=True, text=True, check=False)
     return (answer.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
-
-
-def _forked(work: Callable[[Send], None]) -> Iterator[dict[str, Any]]:
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-
-    def child() -> None:
-        try:
-            work(send.send)
-        except Exception as error:  # noqa: BLE001  (a failed group is recorded, and the next one runs)
-            send.send({"name": "failed", "error": f"{type(error).__name__}: {error}",
-                       "traceback": traceback.format_exc()[-3000:]})  # fmt: skip
-
-    worker = context.Process(target=child)
-    worker.start()
-    send.close()
-    while True:
-        try:
-            yield receive.recv()
-        except EOFError:
-            break
-    worker.join()
 
 
 @dataclasses.dataclass
@@ -205,23 +159,11 @@ class Predictor:
         return Point(self.group.case(point), recipe, plan, prediction.as_dict())
 
 
-def _build(point: Point) -> Any:
-    import torch
-
-    from fitune.model.build import add_adapter, build, fill, wanted_weights
-    from fitune.model.source import resolve
-
-    source = resolve(point.recipe.model, weights=True)
-    built = build(source.config, point.plan, "cuda")
-    fill(built, source.iter_weights(set(wanted_weights(built)), device=torch.device("cuda")), point.plan)
-    add_adapter(built, point.plan)
-    return built
-
-
-def run_group(todo: list[dict[str, Any]], send: Send) -> None:
+def run_group(todo: list[dict[str, Any]], send: bench.Send) -> None:
     """Build a group's model once and measure each of its points."""
     import torch
 
+    from fitune.model.source import resolve
     from fitune.train.device import prepare
     from fitune.train.measure import Meter
 
@@ -232,7 +174,7 @@ def run_group(todo: list[dict[str, Any]], send: Send) -> None:
     meter = Meter("cuda")
     meter.reset()
     started = time.perf_counter()
-    built = _build(points[0])
+    built = bench.filled(resolve(points[0].recipe.model, weights=True), points[0].plan)
     torch.cuda.synchronize()
     load = {**meter.peaks(), "seconds": time.perf_counter() - started}
     for point, values in zip(points, todo, strict=True):
@@ -247,16 +189,8 @@ def run_group(todo: list[dict[str, Any]], send: Send) -> None:
                 measured = {"measured": _measured(point, built, {"load": load})}
             except torch.OutOfMemoryError as error:
                 measured = {"error": f"OutOfMemoryError: {error}"}
-        send({**values, **_header(point.case), **measured})
+        send({**values, **bench.header(point.case), **measured})
         _forget(built)
-
-
-def _header(name: str) -> dict[str, Any]:
-    import platform
-
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.processor())  # fmt: skip
-    return {**gpu_records._header(name), "host": f"{platform.node()}, {cpu}"}
 
 
 def _forget(built: Any) -> None:
@@ -285,7 +219,7 @@ def _steps(point: Point, built: Any, num_steps: int, phases: dict[str, Any]) -> 
     seconds = []
     loss = float("nan")
     for step in range(num_steps):
-        batches = gpu_records._batches(point.recipe, point.plan, step, vocab_size)
+        batches = bench.batches(point.plan, step, vocab_size)
         torch.cuda.synchronize()
         started = time.perf_counter()
         loss = engine.step(batches, step=step, lr=1e-4).loss
@@ -296,7 +230,7 @@ def _steps(point: Point, built: Any, num_steps: int, phases: dict[str, Any]) -> 
             meter.reset()
     phases["step"] = meter.peaks()
     meter.reset()
-    engine.evaluate(gpu_records._batches(point.recipe, point.plan, 0, vocab_size)[:1])
+    engine.evaluate(bench.batches(point.plan, 0, vocab_size)[:1])
     phases["eval"] = meter.peaks()
     return seconds, loss
 

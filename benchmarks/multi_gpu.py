@@ -27,12 +27,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import gpu_records
+import bench
 import numpy as np
+from bench import GIB, LLAMA_8B
 
-GIB = 1024**3
 FOLDER = Path(__file__).resolve().parent / "results" / "multi_gpu"
-_8B = dict(model=gpu_records.LLAMA, seq_len=2048, recompute="all", micro_batch=4)
+_8B = dict(model=LLAMA_8B, seq_len=2048, recompute="all", micro_batch=4)
 _70B = dict(model="random:meta-llama/Llama-3.1-70B", method="qlora", seq_len=2048, recompute="all")
 LEAN = dict(stream_from="pinned", resident_layers=0, ring_buffers=2, head_place="host", embedding_place="host",
             offload_inputs=True, loss_chunk=1024)  # fmt: skip
@@ -157,10 +157,10 @@ def run(names: list[str], args: argparse.Namespace) -> None:
     if not args.points.exists():
         predict([name for name in names if name in CASES], args)
     points = json.loads(args.points.read_text())
-    records = json.loads(args.out.read_text()) if args.out.exists() else []
+    out = bench.Records(args.out)
     began = time.time()
     for name in names:
-        if any(r["name"] == name and "error" not in r for r in records) and not args.again:
+        if name in out.names and not args.again:
             continue
         if time.time() - began > args.budget_s:
             print(f"{name}: not begun, {args.budget_s:.0f} s are over; run again to go on", flush=True)
@@ -173,10 +173,8 @@ def run(names: list[str], args: argparse.Namespace) -> None:
         except Exception as error:  # noqa: BLE001  (a failed case is recorded, and the next one runs)
             record = {"name": name, "error": f"{type(error).__name__}: {error}",
                       "traceback": traceback.format_exc()[-3000:]}  # fmt: skip
-        records = [r for r in records if r["name"] != name] + [record]
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
-        print(row(record, records), f"[{time.time() - started:.0f} s]", flush=True)
+        out.add(record)
+        print(row(record, out.records), f"[{time.time() - started:.0f} s]", flush=True)
 
 
 def start(job: dict[str, Any], ranks: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -319,7 +317,7 @@ def measure(job: dict[str, Any], group: Any) -> dict[str, Any] | None:
     prepare(plan.with_(budget_bytes=None), 0)
     if job["cap_gib"] and on_gpu:
         total = torch.cuda.get_device_properties(0).total_memory
-        outside = gpu_records._context_bytes()
+        outside = bench.context_bytes()
         torch.cuda.set_per_process_memory_fraction((job["cap_gib"] * GIB - outside) / total)
     meter = Meter(plan.device)
     meter.reset()
@@ -387,7 +385,7 @@ def _header(name: str) -> dict[str, Any]:
     """As `gpu_records`, with the NCCL that was used."""
     import torch
 
-    found = gpu_records._header(name)
+    found = bench.header(name)
     found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
@@ -415,17 +413,10 @@ def _engine(job: dict[str, Any], plan: Any, group: Any, device: Any) -> tuple[An
 
 def _share(plan: Any, step: int, vocab_size: int, group: Any) -> list[Any]:
     """This rank's micro-batches of a step: full rows of random tokens."""
-    from fitune.data.batches import step_batches
-    from fitune.data.records import Record
     from fitune.parallel.replicated import share_of
 
-    rng = np.random.default_rng(step)
-    records = []
-    for index in range(plan.batch):
-        ids = rng.integers(5, min(vocab_size, 32_000), plan.seq_len).astype(np.int32)
-        records.append(Record(index, ids, ids.copy()))
-    mine = share_of(records, group.rank, group.size)
-    return step_batches(mine, micro_batch=plan.micro_batch, packing=False, seq_len=plan.seq_len, pad_id=0)
+    mine = share_of(bench.full_rows(plan, step, vocab_size), group.rank, group.size)
+    return bench.micro_batches(plan, mine)
 
 
 def _wait(on_gpu: bool, group: Any) -> None:

@@ -13,16 +13,16 @@ asked for and given back, in order, and the case itself, so that the comparison 
 from __future__ import annotations
 
 import argparse
-import datetime
 import difflib
 import gzip
 import itertools
 import json
-import multiprocessing
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+import bench
 
 LORA = dict(r=16, alpha=32, dropout=0.0, bias="none", targets=("all-linear",))
 MULTIPROCESSORS = {"NVIDIA H200": 132}  # of the cards that records were made on
@@ -257,7 +257,7 @@ def record(name: str, frames: bool) -> dict[str, Any]:
     torch.cuda.synchronize()
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(None)
-    return {**_header(name), "parts": _cut(trace, parts)}
+    return {**bench.header(name), "case": list(CASES[name]), "parts": _cut(trace, parts)}
 
 
 def _cut(trace: list[dict[str, Any]], parts: list[tuple[str, int]]) -> list[dict[str, Any]]:
@@ -308,58 +308,12 @@ def joined(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _engine(name: str) -> Any:
     import dataclasses
 
-    import torch
-
     from fitune.engine.engine import Engine
-    from fitune.model.build import add_adapter, build, fill, wanted_weights
     from fitune.model.source import resolve
 
-    plan, config = plan_of(name), config_of(name)
-    source = dataclasses.replace(resolve(plan.model, weights=True), config=config)
-    built = build(config, plan, "cuda")
-    fill(built, source.iter_weights(set(wanted_weights(built)), device=torch.device("cuda")), plan)
-    add_adapter(built, plan)
-    return Engine(built, plan)
-
-
-def _header(name: str) -> dict[str, Any]:
-    import bitsandbytes
-    import torch
-    import transformers
-
-    import fitune
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": name,
-        "case": list(CASES[name]),
-        "gpu": {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"},
-        "versions": {"fitune": fitune.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-                     "bitsandbytes": bitsandbytes.__version__},
-        "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
-
-
-def _work(name: str, frames: bool, send: Any) -> None:
-    try:
-        send.send(record(name, frames))
-    except Exception as error:  # noqa: BLE001  (a failed case is shown, and the next one runs)
-        text = "".join(traceback.format_exception(error))
-        send.send({"name": name, "error": text[-3000:]})
-
-
-def _forked(name: str, frames: bool) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(name, frames, send))
-    worker.start()
-    send.close()
-    try:
-        return receive.recv()
-    except EOFError:
-        return {"name": name, "error": f"the process died (exit code {worker.exitcode})"}
-    finally:
-        worker.join()
+    plan = plan_of(name)
+    source = dataclasses.replace(resolve(plan.model, weights=True), config=config_of(name))
+    return Engine(bench.filled(source, plan), plan)
 
 
 def show(result: dict[str, Any], frames: bool, most: int) -> None:
@@ -388,17 +342,11 @@ def main() -> None:
     parser.add_argument("--frames", action="store_true", help="show where differing allocations come from")
     parser.add_argument("--most", type=int, default=30, help="lines of differences shown per case")
     args = parser.parse_args()
-    import torch  # imported once, before the forks
-    import transformers  # noqa: F401
-
-    import fitune.engine.engine
-    import fitune.memory.trace  # noqa: F401
-
-    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA once its parent does"
+    bench.import_before_forks()
     recorded = []
     for name in args.cases:
         started = time.time()
-        recorded.append(_forked(name, args.frames))
+        recorded.append(bench.forked_record(name, lambda name=name: record(name, args.frames)))
         print(f"recorded {name} [{time.time() - started:.0f} s]", flush=True)
     results = [
         {**result, "parts": [{k: p[k] for k in ("part", "layer", "events")} for p in result["parts"]]}

@@ -14,25 +14,21 @@ share of the time spent waiting. Ratios are against the resident case of the sam
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-import gpu_records
+import bench
 import numpy as np
+from bench import GIB, LLAMA_8B
 
-GIB = 1024**3
-LLAMA = "random:meta-llama/Llama-3.1-8B"
 RING = dict(stream_from="pinned", resident_layers=0, ring_buffers=2)
 LEAN = dict(**RING, head_place="host", embedding_place="host", offload_inputs=True, loss_chunk=1024)
 LEANEST = LEAN | dict(mlp_tiles=4, loss_chunk=512)
 MAJOR = dict(accumulation_order="layer-major")
 _ALL = dict(recompute="all")
-_8B = dict(model=LLAMA, method="qlora", seq_len=2048, **_ALL)
+_8B = dict(model=LLAMA_8B, method="qlora", seq_len=2048, **_ALL)
 _BF16 = _8B | dict(method="lora")
 # masters and state of adapters in host memory, updated there
 LEAST = LEANEST | dict(optimizer_place="host", mlp_tiles=8, loss_chunk=256)
@@ -140,45 +136,26 @@ def main() -> None:
         print("\n".join([*FIRST, *MORE]))
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the equality case's deterministic products
-    gpu_records.import_before_forks()
-    records = json.loads(args.out.read_text()) if args.out.exists() else []
+    bench.import_before_forks()
+    out = bench.Records(args.out)
     began = time.time()
     for name in names:
-        if any(r["name"] == name and "error" not in r for r in records) and not args.again:
-            print(row(next(r for r in records if r["name"] == name), records), flush=True)
+        if name in out.names and not args.again:
+            print(row(next(r for r in out.records if r["name"] == name), out.records), flush=True)
             continue
         if time.time() - began > args.budget_s:
             print(f"{name}: not begun, {args.budget_s:.0f} s are over; run again to go on")
             continue
         started = time.time()
-        record = _forked(name, args.steps)
-        records = [r for r in records if r["name"] != name] + [record]
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
-        print(row(record, records), f"[{time.time() - started:.0f} s]", flush=True)
+        record = bench.forked_record(name, lambda name=name: work(name, args.steps))
+        out.add(record)
+        print(row(record, out.records), f"[{time.time() - started:.0f} s]", flush=True)
 
 
-def _forked(name: str, steps: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(name, steps, send))
-    worker.start()
-    send.close()
-    try:
-        return receive.recv()
-    except EOFError:
-        return {"name": name, "error": f"the process died (exit code {worker.exitcode})"}
-    finally:
-        worker.join()
-
-
-def _work(name: str, steps: int, send: Any) -> None:
-    try:
-        whole = {"equality": equality, "equality-full": equality_full}
-        send.send(whole[name]() if name in whole else measure(name, steps))
-    except Exception as error:  # noqa: BLE001  (a failed case is recorded, and the next one runs)
-        text = traceback.format_exc()[-3000:]
-        send.send({"name": name, "error": f"{type(error).__name__}: {error}", "traceback": text})
+def work(name: str, steps: int) -> dict[str, Any]:
+    """The record of a case."""
+    whole = {"equality": equality, "equality-full": equality_full}
+    return whole[name]() if name in whole else measure(name, steps)
 
 
 def _plan(case: dict[str, Any]) -> tuple[Any, Any]:
@@ -204,14 +181,14 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     meter = Meter("cuda")
     meter.reset()
     started = time.perf_counter()
-    engine = gpu_records._engine(recipe, plan)
+    engine = bench.engine_of(recipe, plan)
     phases = {"load": meter.peaks() | {"seconds": time.perf_counter() - started}}
     if case["link_bytes_per_s"]:
         _throttle(engine.driver.weights, case["link_bytes_per_s"])
     vocab_size = engine.built.model.config.vocab_size
     seconds, links, losses = [], [], []
     for step in range(steps):
-        batches = gpu_records._batches(recipe, plan, step, vocab_size)
+        batches = bench.batches(plan, step, vocab_size)
         meter.reset()
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -222,7 +199,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
         losses.append(result.loss)
         phases["first_step" if step == 0 else "step"] = meter.peaks()
     meter.reset()
-    engine.evaluate(gpu_records._batches(recipe, plan, 0, vocab_size))
+    engine.evaluate(bench.batches(plan, 0, vocab_size))
     phases["eval"] = meter.peaks()
     step_s = float(np.median(seconds[2:] or seconds))
     keys = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
@@ -243,7 +220,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
                  "store_bytes": store.total_bytes if store else 0,
                  "refused": store.refusals() if store else []}  # fmt: skip
     return {
-        **gpu_records._header(name),
+        **bench.header(name),
         "model": plan.model,
         "job": {"batch": plan.batch, "micro_batch": plan.micro_batch, "seq_len": plan.seq_len,
                 "num_layers": plan.num_layers, "lora_r": plan.adapter.r if plan.adapter else None,
@@ -331,7 +308,7 @@ def equality() -> dict[str, Any]:
         }
         for name, other in variants.items():
             found[f"{base}, {name}"] = _difference(resident, other)
-    return {**gpu_records._header("equality"), "differences": found}
+    return {**bench.header("equality"), "differences": found}
 
 
 def equality_full() -> dict[str, Any]:
@@ -348,7 +325,7 @@ def equality_full() -> dict[str, Any]:
             other = _masters(optimizer, FULL_RING | dict(optimizer_place=place))
             found[f"{optimizer}, {place}"] = _difference(resident, other)
         found[f"{optimizer}, twice the same"] = _difference(resident, _masters(optimizer, {}))
-    return {**gpu_records._header("equality-full"), "differences": found}
+    return {**bench.header("equality-full"), "differences": found}
 
 
 def _masters(optimizer: str, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
@@ -357,7 +334,7 @@ def _masters(optimizer: str, changes: dict[str, Any]) -> tuple[list[float], dict
     before = {name: tensor.clone() for name, tensor in engine.trained_tensors().items()}
     losses = []
     for step in range(3):
-        batches = gpu_records._batches(recipe, plan, step, engine.built.model.config.vocab_size)
+        batches = bench.batches(plan, step, engine.built.model.config.vocab_size)
         losses.append(engine.step(batches, step=step, lr=1e-4).loss)
     moved = {f"0|{name}": tensor - before[name] for name, tensor in engine.trained_tensors().items()}
     _let_go(engine)
@@ -366,20 +343,14 @@ def _masters(optimizer: str, changes: dict[str, Any]) -> tuple[list[float], dict
 
 def _small(recipe: dict[str, Any], changes: dict[str, Any], layers: int) -> tuple[Any, Any, Any]:
     """(engine, recipe, plan) of some layers of a shape."""
-    import torch
-
     from fitune.engine.engine import Engine
-    from fitune.model.build import add_adapter, build, fill, weights_to_read
     from fitune.model.source import resolve
 
     made, plan = _plan({"recipe": recipe, "changes": {}})
     plan = plan.with_(num_layers=layers, recompute_layers=layers).with_(**changes)
     source = resolve(made.model, weights=True)
     source.config.num_hidden_layers = layers
-    built = build(source.config, plan, "cuda")
-    fill(built, source.iter_weights(weights_to_read(built), device=torch.device("cuda")), plan)
-    add_adapter(built, plan)
-    return Engine(built, plan), made, plan
+    return Engine(bench.filled(source, plan), plan), made, plan
 
 
 def _let_go(engine: Any) -> None:
@@ -417,7 +388,7 @@ def _caught(engine: Any, recipe: Any, plan: Any) -> tuple[list[float], dict[str,
 
     engine._update = catch
     for step in range(2):
-        batches = gpu_records._batches(recipe, plan, step, engine.built.model.config.vocab_size)
+        batches = bench.batches(plan, step, engine.built.model.config.vocab_size)
         losses.append(engine.step(batches, step=step, lr=1e-3).loss)
     del engine._update  # the engine and the function hold each other
     return losses, caught

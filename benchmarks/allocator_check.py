@@ -184,7 +184,8 @@ def planned(settings: dict[str, Any]) -> List:
     """Load, the first step and two more, as fitune predicts them for an H200."""
     from fitune import recipe as recipes
     from fitune.memory.known import tracer_for
-    from fitune.planner.make import config_of, make_plan
+    from fitune.planner import make_plan
+    from fitune.planner.context import config_of
 
     recipe = recipes.build(settings | {"gpu": "h200"})
     config = config_of(recipe, [])

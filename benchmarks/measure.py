@@ -142,12 +142,11 @@ class Predictor:
 
     def __init__(self, group: matrix.Group, gpu: str | None):
         from fitune import recipe as recipes
-        from fitune.planner.make import find_machine
-        from fitune.planner.predict import open_context
+        from fitune.planner.context import open_context
 
         self.group, self.more = group, {"gpu": gpu} if gpu else {}
         recipe = recipes.build(group.recipe_values(group.points[0]) | self.more)
-        self.context = open_context(recipe, find_machine(recipe, []))
+        self.context = open_context(recipe, reads_data=True)
 
     def __call__(self, point: str) -> Point:
         from fitune import recipe as recipes
@@ -252,7 +251,7 @@ def _measured(point: Point, built: Any, phases: dict[str, Any]) -> dict[str, Any
 
 def slim(predicted: dict[str, Any]) -> dict[str, Any]:
     """A prediction's numbers, without what can be made again from it."""
-    from fitune.planner.result import FIELDS
+    from fitune.memory.phases import FIELDS
 
     keep = (*FIELDS, "step_s", "tokens_per_s", "step_s_low", "step_s_high", "peak_at")
     phases = {name: {f: values.get(f) for f in FIELDS} for name, values in predicted["phases"].items()}

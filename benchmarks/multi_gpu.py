@@ -113,7 +113,7 @@ def _point(name: str, args: argparse.Namespace) -> dict[str, Any]:
     from fitune.memory.ranks import trace_rank
     from fitune.model.source import resolve
     from fitune.planner import make_plan
-    from fitune.planner.make import find_machine
+    from fitune.planner.context import find_machine
     from fitune.planner.target import choose_target
 
     case = CASES[name]

@@ -31,3 +31,7 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+class NotFinite(UserError):
+    """A step was refused because its loss or its gradients are no numbers."""

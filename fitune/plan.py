@@ -54,7 +54,7 @@ class Plan:
     precision: str  # compute dtype: bf16 | fp16 | fp32
     loss_scaling: bool  # fp16 only
     embedding_place: str  # device | host
-    attention: str  # flash | sdpa | blockwise | native
+    attention: str  # flash | efficient | cpu | blockwise | native
     seq_len: int
     batch: int
     micro_batch: int

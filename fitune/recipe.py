@@ -7,6 +7,7 @@ come from these fields. ``None`` means "derive it": the planner decides and says
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,6 +165,12 @@ class Recipe(BaseModel):
     def with_(self, **changes: Any) -> Recipe:
         """A changed copy, validated again."""
         return build(self.model_dump() | changes)
+
+    def num_steps(self, num_records: int) -> int:
+        """Optimizer steps of a whole run over so many records. An epoch's last step may have fewer of them; a step that
+        `epochs` ends in is made whole."""
+        per_epoch = -(-num_records // self.batch)
+        return self.steps or max(1, math.ceil((self.epochs or 1) * per_epoch))
 
     def as_dict(self) -> dict[str, Any]:
         """Only what differs from the defaults, in the order of the fields."""

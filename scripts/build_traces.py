@@ -53,7 +53,8 @@ MOST_ON_CPU = 1e9  # parameters; larger models are hardly trained on a processor
 
 def plans(shape: ModelShape, rank: int) -> dict[str, Plan]:
     """Variant to a plan of it, as the planner drafts them."""
-    from fitune.planner import make
+    from fitune.planner import choose
+    from fitune.planner.context import PlanContext
     from fitune.planner.target import choose_target
 
     found = {}
@@ -64,8 +65,8 @@ def plans(shape: ModelShape, rank: int) -> dict[str, Plan]:
         for method in methods:
             recipe = Recipe(model=shape.id, lora_r=rank, seq_len=8, **where, **method)
             machine = hardware.virtual(gpus.find(recipe.gpu or "rtx-3090")[0])
-            context = make.PlanContext(recipe, choose_target(recipe, machine), config, recipe.seq_len)
-            plan = make._draft(context, make.base_formats(context)[0])
+            context = PlanContext(recipe, choose_target(recipe, machine), config, recipe.seq_len)
+            plan = choose.draft_of(context, choose.base_formats(context)[0])
             found[variant_of(plan)] = plan
     return found
 

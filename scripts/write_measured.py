@@ -17,12 +17,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 GIB = 1024**3
 HEAD = """# Measured
 
-Written by `scripts/write_measured.py` from `benchmarks/results/`, which `benchmarks/gpu_records.py` writes on any
-machine with an NVIDIA GPU. Random weights of the true shapes, LoRA on all linear layers unless named otherwise.
+Written by `scripts/write_measured.py` from `benchmarks/results/`, which `benchmarks/gpu_records.py` and
+`benchmarks/measure.py` write on any machine with an NVIDIA GPU. Random weights of the true shapes, LoRA on all linear
+layers unless named otherwise.
 Predicted and measured are peaks of a training step in GiB as torch's allocator counts tensors (`max_memory_allocated`);
 reserved is what the allocator took for them, device what the driver counts for the whole card. Tokens/s are the median
-of four steps; at 2,048 tokens a step they depend on how fast the host launches kernels (4,200 to 7,000 seen for the
-first row on machines of one kind), at 8,192 they do not.
+of four steps; at 2,048 tokens a step they depend on how fast the host launches kernels (8B NF4, 1 x 2048: 4,223 and
+4,870 below; 5,126 to 7,007 were read on other hosts with the same card and not kept), at 8,192 they do not.
 """
 
 

@@ -68,13 +68,6 @@ class Instance:
         fresh = self.year is not None and self.year >= int(TABLE_DATE[:4]) - YEARS_FRESH
         return self.status in READ_FROM_A_SOURCE and fresh
 
-    @property
-    def doubt(self) -> str:
-        """Why the price is not firm, in a few words; empty for a firm one."""
-        if self.firm:
-            return ""
-        return self.status if self.status not in READ_FROM_A_SOURCE else f"of {self.year or 'an unknown year'}"
-
 
 @dataclass(frozen=True)
 class PriceTable:

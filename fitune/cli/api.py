@@ -14,6 +14,7 @@ from fitune import recipe as recipes
 from fitune.errors import UserError
 
 if TYPE_CHECKING:
+    from fitune.hardware import Machine
     from fitune.planner import PlanResult
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -118,9 +119,18 @@ def _run(
 
 def plan_result(model: str | Path | None, settings: dict[str, Any]) -> PlanResult:
     """`fitune.planner.make_plan` for these settings."""
-    from fitune.planner import make_plan
+    return planned(model, settings)[2]
 
-    return make_plan(make_recipe(model, settings), detailed=True)
+
+def planned(model: str | Path | None, settings: dict[str, Any]) -> tuple[recipes.Recipe, Machine, PlanResult]:
+    """The recipe of these settings, the machine that it is for, and the plan."""
+    from fitune.planner import make_plan
+    from fitune.planner.context import find_machine
+
+    notes: list[str] = []
+    wanted = make_recipe(model, settings)
+    machine = find_machine(wanted, notes)
+    return wanted, machine, make_plan(wanted, machine, notes=notes, detailed=True)
 
 
 def make_recipe(model: str | Path | None, settings: dict[str, Any]) -> recipes.Recipe:

@@ -15,6 +15,7 @@ from fitune.cli.chart_shapes import Canvas, write_png, write_svg
 from fitune.cli.render_memory import is_far_off, part_runs, phase_owners
 from fitune.cli.render_predict import peak_lines, step_base, verdict
 from fitune.cli.words import Words
+from fitune.cli.words_predict import PREDICT
 from fitune.errors import UserError
 from fitune.memory.groups import GROUPS, group_of, grouped, legend
 from fitune.units import format_bytes
@@ -55,7 +56,7 @@ def write_chart(result: Mapping[str, Any], path: Path, lang: str = "en") -> None
     """
     check_path(path)
     is_svg = path.suffix.lower() == ".svg"
-    canvas = draw(result, Words(lang if is_svg else "en"))
+    canvas = draw(result, Words(lang if is_svg else "en", PREDICT))
     try:
         if is_svg:
             write_svg(canvas, path)

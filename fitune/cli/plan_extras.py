@@ -3,20 +3,18 @@ options and answers them, so that the command itself stays small."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fitune.cli import api
-
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
+    from fitune.hardware import Machine
+    from fitune.recipe import Recipe
+
 F = TypeVar("F", bound=Callable[..., Any])
-NAMES = ("what_if", "limits", "explain")
 
 
 def extra_options(function: F) -> F:
@@ -32,29 +30,38 @@ def extra_options(function: F) -> F:
 
 
 def answer(
-    model: str | Path | None, settings: Mapping[str, Any], *, explain: bool, what_if: tuple[str, ...], limits: bool
+    recipe: Recipe,
+    machine: Machine,
+    plan: Mapping[str, Any],
+    *,
+    explain: bool = False,
+    what_if: Sequence[str] = (),
+    limits: bool = False,
 ) -> dict[str, Any]:
     """What was asked for, as `--json` prints it under `explain`, `what_if` and `limits`; nothing that was not.
+
+    Args:
+        machine: what `plan` was made for.
+        plan: of the recipe, as it is shown.
 
     Raises:
         UserError: a question that cannot be.
     """
     found: dict[str, Any] = {}
-    recipe = api.make_recipe(model, dict(settings)) if explain or what_if or limits else None
-    if explain and recipe is not None:
-        from fitune.planner import effects, make_plan, whatif
+    if explain:
+        from fitune.plan import from_dict
+        from fitune.planner import effects
+        from fitune.planner.context import open_context
 
-        context = whatif.context_of(recipe)
-        plan = make_plan(recipe, config=context.config)
-        found["explain"] = [effect.as_dict() for effect in effects.effects(context, plan.plan)]
-    if what_if and recipe is not None:
+        context = open_context(recipe, machine)
+        found["explain"] = [effect.as_dict() for effect in effects.effects(context, from_dict(dict(plan)))]
+    if what_if or limits:
         from fitune.planner import whatif
 
-        found["what_if"] = [entry.as_dict() for entry in whatif.ask(recipe, what_if)]
-    if limits and recipe is not None:
-        from fitune.planner import whatif
-
-        found["limits"] = [limit.as_dict() for limit in whatif.limits(recipe)]
+        if what_if:
+            found["what_if"] = [entry.as_dict() for entry in whatif.ask(recipe, what_if, machine)]
+        if limits:
+            found["limits"] = [limit.as_dict() for limit in whatif.limits(recipe, machine)]
     return found
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.cli import render_memory
 from fitune.cli.words import Words
+from fitune.cli.words_predict import PREDICT
 from fitune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ def show_plan(console: Console, result: dict[str, Any]) -> None:
             console.print(f"{title}: {entry_line(entry)}", markup=False, soft_wrap=True)
 
 
-def show_phases(console: Console, result: dict[str, Any]) -> None:
-    """A bar per phase: by owner where the plan says whose the bytes are, else their sum."""
+def show_phases(console: Console, result: dict[str, Any], lang: str = "en") -> None:
+    """A bar per phase: by owner where the plan says whose the bytes are, else their sum (in English only)."""
     plan = result.get("plan") or {}
     rows = render_memory.phase_owners(result)
     if rows:
-        words, width = Words(), min(console.width, render_memory.MOST_WIDTH)
+        words, width = Words(lang, PREDICT), min(console.width, render_memory.MOST_WIDTH)
         console.print()
         for line in render_memory.phase_bars(rows, plan.get("budget_bytes"), width, words):
             console.print(line)
@@ -56,7 +57,7 @@ def show_phases(console: Console, result: dict[str, Any]) -> None:
             console.print(line)
         return
     phases = phase_rows(result)
-    if phases:
+    if phases and lang == "en":
         console.print()
         console.print(memory_table(phases, plan.get("budget_bytes")))
 

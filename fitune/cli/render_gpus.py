@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fitune.cli.sentences import translated
-from fitune.cli.words_gpus import Words
+from fitune.cli.text import columns, short_name, wrapped
+from fitune.cli.words import Words
+from fitune.cli.words_gpus import GPUS
 from fitune.planner import costs
 from fitune.units import format_bytes, format_count, gib
 
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fitune.plan import Plan
-    from fitune.planner.advise import Advice, CardAdvice
-    from fitune.planner.costs import Rental
+    from fitune.planner.advise import Advice
+    from fitune.planner.costs import CardAdvice, Rental
 
 TOP = 10
 Amounts = tuple[float, float, float]
@@ -23,7 +25,7 @@ Amounts = tuple[float, float, float]
 
 def show_advice(console: Console, advice: Advice, lang: str = "en", top: int = TOP) -> None:
     """Prints an advice."""
-    words = Words(lang)
+    words = Words(lang, GPUS)
 
     def say(line: str, **style: str) -> None:
         console.print(line, markup=False, **style)  # type: ignore[arg-type]
@@ -217,29 +219,6 @@ def card_lines(advice: Advice, cards: Iterable[CardAdvice], words: Words, width:
     return lines
 
 
-def columns(rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> list[str]:
-    """Rows of cells as lines of equal columns, two spaces apart; `left` are those that are aligned to the left."""
-    from rich.cells import cell_len
-
-    widths = [max(cell_len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = []
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            space = " " * (width - cell_len(cell))
-            cells.append(cell + space if i in left else space + cell)
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """A text in lines of at most `width` cells, broken at spaces or between Chinese characters."""
-    from rich.console import Console
-    from rich.text import Text
-
-    return [line.plain.rstrip() for line in Text(text).wrap(Console(width=width), width)]
-
-
 def provider_lines(advice: Advice, cards: Sequence[CardAdvice], words: Words, width: int) -> list[str]:
     """Each provider's cheapest way to do the job: on demand, on spot, and how its price is known."""
     from rich.cells import cell_len
@@ -277,13 +256,6 @@ def best_of_providers(cards: Iterable[CardAdvice], max_cost: float | None = None
 
 def gpus_text(card: CardAdvice) -> str:
     return f"{card.num_gpus} x {short_name(card.gpu.name)}"
-
-
-def short_name(name: str) -> str:
-    """A card's name without its family's."""
-    for word in ("GeForce ", "Tesla ", "Instinct ", "Radeon ", " Generation", " Workstation", " (DGX Spark)"):
-        name = name.replace(word, "")
-    return name
 
 
 def phrase(card: CardAdvice, advice: Advice, words: Words) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli import render, render_memory
-from fitune.cli.render_gpus import columns, wrapped
+from fitune.cli import render
 from fitune.cli.sentences import duration, translated
-from fitune.cli.words import Words
+from fitune.cli.text import columns, wrapped
 from fitune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def show_plan(console: Console, result: dict[str, Any], lang: str = "en") -> Non
     console.print()
     for line, style in decision_lines(result, width, lang):
         console.print(line, markup=False, style=style)
-    _phases(console, result, width, lang)
+    render.show_phases(console, result, lang)
     predicted = result.get("predicted") or {}
     if predicted.get("step_s") is not None:
         rate = predicted.get("tokens_per_s")
@@ -84,18 +83,6 @@ def decision_lines(result: Mapping[str, Any], width: int, lang: str) -> list[tup
         lines.append((line, "" if i else "bold"))
         lines += [(f"    {part}", "dim") for part in wrapped(why, width - 4)] if why else []
     return lines
-
-
-def _phases(console: Console, result: Mapping[str, Any], width: int, lang: str) -> None:
-    rows, plan, words = render_memory.phase_owners(result), result["plan"], Words(lang)
-    if not rows:
-        return
-    width = min(width, render_memory.MOST_WIDTH)
-    console.print()
-    for line in render_memory.phase_bars(rows, plan.get("budget_bytes"), width, words):
-        console.print(line)
-    for line in render_memory.legend_lines([owners for _, owners in rows], plan, width, words):
-        console.print(line)
 
 
 def entry_text(entry: Mapping[str, Any], lang: str) -> str:

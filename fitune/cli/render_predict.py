@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fitune.cli import render_memory as memory
 from fitune.cli.render import entry_line, summary
 from fitune.cli.words import Words
+from fitune.cli.words_predict import PREDICT
 from fitune.memory.groups import group_of, grouped, name_of
 from fitune.units import format_bytes, format_duration
 
@@ -20,7 +21,7 @@ STACK_SHOWN = ("base_dtype", "optimizer", "checkpointing", "loss", "attention") 
 
 def show_prediction(console: Console, result: Mapping[str, Any], lang: str = "en") -> None:
     """Prints what `fitune predict --json` prints, for people."""
-    words, width = Words(lang), min(console.width, memory.MOST_WIDTH)
+    words, width = Words(lang, PREDICT), min(console.width, memory.MOST_WIDTH)
     plan = result["plan"]
     for index, line in enumerate(verdict(result, words)):
         console.print(line, markup=False, width=width, style="bold" if not index else "")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli.render_gpus import columns, wrapped
-from fitune.planner.techniques_list import BY_KEY, LANGUAGES
+from fitune.cli.text import columns, wrapped
+from fitune.cli.words import Table, Words
+from fitune.planner.techniques_list import BY_KEY
 from fitune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 MOST_WIDTH = 110
 WORTH_BYTES = 1 << 20  # less than a MiB is nothing
-_WORDS: dict[str, tuple[str, str]] = {
+TECHNIQUES: Table = {
     "title": ("Techniques of this plan, and what each saves here", "本计划用到的技术及其在此节省的显存"),
     "legend": ("Without that technique alone the plan would need as much more; figures do not add up. ~: by formula",
                "仅去掉该项技术时计划会多需要的量；各项不可相加。~：按公式计算"),
@@ -32,39 +33,34 @@ _WORDS: dict[str, tuple[str, str]] = {
 
 def show_techniques(console: Console, effects: Sequence[Mapping[str, Any]], lang: str = "en") -> None:
     """Prints `planner.effects.Effect.as_dict()` of each: those in use at length, the others in a line."""
-
-    def word(key: str, **values: object) -> str:
-        text = _WORDS[key][LANGUAGES.index(lang)]
-        return text.format(**values) if values else text
-
-    width = min(console.width, MOST_WIDTH)
+    words, width = Words(lang, TECHNIQUES), min(console.width, MOST_WIDTH)
     console.print()
-    console.print(word("title"), markup=False, style="bold")
+    console.print(words("title"), markup=False, style="bold")
     used = [effect for effect in effects if effect["used"]]
     names = [BY_KEY[effect["technique"]].text("name", lang) for effect in used]
-    sizes = [size_text(effect) or word("nothing") for effect in used]
-    rows = list(zip(names, sizes, (word(effect["exact"]) for effect in used), strict=True))
+    sizes = [size_text(effect) or words("nothing") for effect in used]
+    rows = list(zip(names, sizes, (words(effect["exact"]) for effect in used), strict=True))
     for effect, line in zip(used, columns(rows, left=(0, 2)) if rows else [], strict=True):
         technique = BY_KEY[effect["technique"]]
         console.print(line, markup=False, style="bold")
         for part in wrapped(technique.text("how", lang), width - 4):
             console.print(f"    {part}", markup=False)
-        for part in wrapped(f"{word('costs')}: {technique.text('costs', lang)}", width - 4):
+        for part in wrapped(f"{words('costs')}: {technique.text('costs', lang)}", width - 4):
             console.print(f"    {part}", markup=False, style="dim")
-    for part in wrapped(word("legend"), width):
+    for part in wrapped(words("legend"), width):
         console.print(part, markup=False, style="dim")
     rest = [e for e in effects if not e["used"] and (e["saves_bytes"] or 0) >= WORTH_BYTES]
     if rest:
         console.print()
-        console.print(word("others"), markup=False, style="bold")
+        console.print(words("others"), markup=False, style="bold")
         lines = []
         for e in rest:
-            how = e["setting"] or (word("absent") if BY_KEY[e["technique"]].is_auto is False else "")
-            gpus = f" ({word('gpus', n=e['num_gpus'])})" if e["num_gpus"] else ""
-            lines.append((BY_KEY[e["technique"]].text("name", lang) + gpus, size_text(e), word(e["exact"]), how))
+            how = e["setting"] or (words("absent") if BY_KEY[e["technique"]].is_auto is False else "")
+            gpus = f" ({words('gpus', n=e['num_gpus'])})" if e["num_gpus"] else ""
+            lines.append((BY_KEY[e["technique"]].text("name", lang) + gpus, size_text(e), words(e["exact"]), how))
         for line in columns(lines, left=(0, 2, 3)):
             console.print(f"  {line}", markup=False)
-    console.print(word("more"), markup=False, style="dim")
+    console.print(words("more"), markup=False, style="dim")
 
 
 def size_text(effect: Mapping[str, Any]) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli.render_gpus import columns, short_name, wrapped
 from fitune.cli.sentences import duration, translated
-from fitune.memory.groups import LANGUAGES
+from fitune.cli.text import columns, short_name, wrapped
+from fitune.cli.words import Table, Words
 from fitune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WORDS: dict[str, tuple[str, str]] = {
+WHAT_IF: Table = {
     "what_if": ("What if", "如果改变"),
     "now": ("now", "现在"),
     "fits": ("fits", "放得下"),
@@ -49,11 +49,6 @@ _WORDS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def word(key: str, lang: str, **values: object) -> str:
-    text = _WORDS[key][LANGUAGES.index(lang)]
-    return text.format(**values) if values else text
-
-
 def show_what_if(
     console: Console, now: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], lang: str = "en"
 ) -> None:
@@ -64,38 +59,39 @@ def show_what_if(
     """
     from rich.cells import cell_len
 
+    words = Words(lang, WHAT_IF)
     console.print()
-    console.print(word("what_if", lang), markup=False, style="bold")
+    console.print(words("what_if"), markup=False, style="bold")
     planned = [answer for answer in answers if answer["plan"]]
     while planned:
         for count in range(len(planned), 0, -1):  # as many side by side as there is room for
-            lines = side_by_side(now, planned[:count], lang)
+            lines = side_by_side(now, planned[:count], words)
             if count == 1 or max(map(cell_len, lines)) <= console.width:
                 break
         for line in lines:
             console.print(line, markup=False)
         planned = planned[count:]
         console.print()
-    for line in said(answers, lang):
+    for line in said(answers, words):
         for part in wrapped(line, console.width):
             console.print(part, markup=False)
 
 
-def side_by_side(now: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], lang: str) -> list[str]:
+def side_by_side(now: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], words: Words) -> list[str]:
     """The plan now and some answers as a table."""
-    sides = [facts(side, lang) for side in (now, *answers)]
-    rows = [(name, *(side[name] for side in sides)) for name in sides[0] if _tells(name, sides, lang)]
-    heads = ("", word("now", lang), *(question(answer) for answer in answers))
+    sides = [facts(side, words) for side in (now, *answers)]
+    rows = [(name, *(side[name] for side in sides)) for name in sides[0] if _tells(name, sides, words)]
+    heads = ("", words("now"), *(question(answer) for answer in answers))
     return columns([heads, *rows], left=(0,))
 
 
-def said(answers: Sequence[Mapping[str, Any]], lang: str) -> Iterator[str]:
+def said(answers: Sequence[Mapping[str, Any]], words: Words) -> Iterator[str]:
     """What cannot be planned, and what would fit where nothing does."""
     for answer in answers:
         if answer["problem"]:
-            yield word("cannot", lang, question=question(answer), why=translated(answer["problem"], lang))
+            yield words("cannot", question=question(answer), why=translated(answer["problem"], words.lang))
         for entry in answer["nearest_fits"]:
-            yield word("would_fit", lang, question=question(answer), change=translated(entry["change"], lang))
+            yield words("would_fit", question=question(answer), change=translated(entry["change"], words.lang))
 
 
 def question(answer: Mapping[str, Any]) -> str:
@@ -103,7 +99,7 @@ def question(answer: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={'auto' if value is None else value}" for name, value in answer["changes"].items())
 
 
-def facts(result: Mapping[str, Any], lang: str) -> dict[str, str]:
+def facts(result: Mapping[str, Any], words: Words) -> dict[str, str]:
     """What is compared, in the order in which it is shown."""
     plan, predicted = result["plan"], result["predicted"] or {}
     needs = next((predicted[k] for k in ("device_bytes", "peak_reserved_bytes", "peak_allocated_bytes", "host_bytes")
@@ -113,51 +109,52 @@ def facts(result: Mapping[str, Any], lang: str) -> dict[str, str]:
     exact = plan["base_format"] not in ("int8", "nf4", "fp4") and "8bit" not in plan["optimizer"]
     method = "full" if plan["adapter"] is None else f"LoRA r={plan['adapter']['r']}"
     return {
-        word("fits", lang): word("yes" if result["fits"] else "no", lang),
-        word("device", lang): short_name(plan["device_name"]),
-        word("base", lang): f"{method}, {plan['base_format']}",
-        word("exact", lang): word("yes" if exact and plan["precision"] != "fp16" else "no", lang),
-        word("length", lang): f"{plan['seq_len']:,}",
-        word("micro", lang): word("of", lang, n=plan["micro_batch"], all=plan["batch"]),
-        word("recompute", lang): word("of", lang, n=plan["recompute_layers"], all=plan["num_layers"]),
-        word("streamed", lang): word("of", lang, n=streamed, all=plan["num_layers"]),
-        word("optimizer", lang): plan["optimizer"],
-        word("needs", lang): "-" if needs is None else format_bytes(needs),
-        word("budget", lang): "-" if plan["budget_bytes"] is None else format_bytes(plan["budget_bytes"]),
-        word("step", lang): "-" if step_s is None else duration(format_duration(step_s), lang),
-        word("rate", lang): "-" if rate is None else f"{rate:,.0f}",
+        words("fits"): words("yes" if result["fits"] else "no"),
+        words("device"): short_name(plan["device_name"]),
+        words("base"): f"{method}, {plan['base_format']}",
+        words("exact"): words("yes" if exact and plan["precision"] != "fp16" else "no"),
+        words("length"): f"{plan['seq_len']:,}",
+        words("micro"): words("of", n=plan["micro_batch"], all=plan["batch"]),
+        words("recompute"): words("of", n=plan["recompute_layers"], all=plan["num_layers"]),
+        words("streamed"): words("of", n=streamed, all=plan["num_layers"]),
+        words("optimizer"): plan["optimizer"],
+        words("needs"): "-" if needs is None else format_bytes(needs),
+        words("budget"): "-" if plan["budget_bytes"] is None else format_bytes(plan["budget_bytes"]),
+        words("step"): "-" if step_s is None else duration(format_duration(step_s), words.lang),
+        words("rate"): "-" if rate is None else f"{rate:,.0f}",
     }
 
 
 ALWAYS = ("fits", "base", "micro", "recompute", "needs", "budget", "step", "rate")
 
 
-def _tells(name: str, sides: Sequence[Mapping[str, str]], lang: str) -> bool:
+def _tells(name: str, sides: Sequence[Mapping[str, str]], words: Words) -> bool:
     """Rows that are the same on all sides are shown only where one would miss them."""
-    return name in {word(key, lang) for key in ALWAYS} or len({side[name] for side in sides}) > 1
+    return name in {words(key) for key in ALWAYS} or len({side[name] for side in sides}) > 1
 
 
 def show_limits(console: Console, limits: Sequence[Mapping[str, Any]], lang: str = "en") -> None:
     """Prints `planner.whatif.Limit.as_dict()` of each."""
+    words = Words(lang, WHAT_IF)
     console.print()
-    console.print(word("limits", lang), markup=False, style="bold")
+    console.print(words("limits"), markup=False, style="bold")
     rows = []
     for limit in limits:
         plan = limit["plan"]
         if plan is None:
-            rows.append((word(limit["what"], lang), word("none", lang), "", ""))
+            rows.append((words(limit["what"]), words("none"), "", ""))
             continue
         if limit["what"] == "seq_len":
-            value = word("tokens", lang, n=limit["value"])
+            value = words("tokens", n=limit["value"])
         elif limit["what"] == "micro_batch":
-            value = word("rows", lang, n=limit["value"], length=plan["seq_len"])
+            value = words("rows", n=limit["value"], length=plan["seq_len"])
         else:
             value = str(limit["value"])
-        value += word("end", lang) if limit["is_end"] and limit["what"] != "model" else ""
-        again = word("of", lang, n=plan["recompute_layers"], all=plan["num_layers"])
-        rows.append((word(limit["what"], lang), value, plan["base_format"], f"{word('recompute', lang)} {again}"))
+        value += words("end") if limit["is_end"] and limit["what"] != "model" else ""
+        again = words("of", n=plan["recompute_layers"], all=plan["num_layers"])
+        rows.append((words(limit["what"]), value, plan["base_format"], f"{words('recompute')} {again}"))
     for line in columns(rows, left=(0, 1, 2, 3)):
         console.print(f"  {line}", markup=False)
     for key in ("rope_note", "model_note"):
-        for part in wrapped(word(key, lang), console.width):
+        for part in wrapped(words(key), console.width):
             console.print(part, markup=False, style="dim")

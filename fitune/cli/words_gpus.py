@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from fitune.cli.words import Table
 
-from fitune.memory.groups import LANGUAGES
-
-_WORDS: dict[str, tuple[str, str]] = {
+GPUS: Table = {
     "title": ("Which GPU for {model}, {method}", "哪块 GPU 适合：{model}，{method}"),
     "job": ("{records} records{file}: {tokens} tokens, {epochs}, {steps} steps of {batch}",
             "{records} 条记录{file}：{tokens} 个 token，{epochs}，共 {steps} 步，每步 {batch} 条"),
@@ -108,15 +106,3 @@ _WORDS: dict[str, tuple[str, str]] = {
     "doubtful": ("doubtful", "存疑"),
     "yours": ("yours", "你的"),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Words:
-    """Looks up a word in one language; a key that is none is shown as it is."""
-
-    lang: str = "en"
-
-    def __call__(self, key: str, **values: object) -> str:
-        pair = _WORDS.get(key)
-        text = pair[LANGUAGES.index(self.lang)] if pair else key
-        return text.format(**values) if values else text

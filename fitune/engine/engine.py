@@ -16,12 +16,12 @@ from fitune.engine.host_masters import HostMasters
 from fitune.engine.inputs import OffloadedInputs
 from fitune.engine.link import LinkStats
 from fitune.engine.optimizers import Masters, build_optimizer, flatten_state, restore_state
-from fitune.engine.parts import ENDS, PartedOptimizer
+from fitune.engine.parts import ENDS, PartedOptimizer, part_of
 from fitune.engine.place import host_masters
 from fitune.engine.ranks import Alone
 from fitune.engine.ring import Ring
 from fitune.engine.step import Observer, evaluate, forward_backward, ignore, pass_idly
-from fitune.errors import EXIT_FAILED, UserError
+from fitune.errors import EXIT_FAILED, NotFinite, UserError
 from fitune.model.build import Built, make_scratch
 from fitune.model.loss import IGNORED
 from fitune.plan import Plan
@@ -57,7 +57,7 @@ class LossScaler:
         self.scale /= 2
         self.good_steps = 0
         if self.scale < _SMALLEST_SCALE:
-            raise UserError(
+            raise NotFinite(
                 "gradients are not finite at any loss scale",
                 "the loss or a gradient is inf or NaN in fp16",
                 "use a lower --lr, or --precision bf16 or fp32",
@@ -121,15 +121,14 @@ class Engine:
         return any(p.requires_grad for p in module.parameters())
 
     def _parameters_by_part(self) -> dict[tuple[str, int], list[str]]:
-        prefix = self.built.layers_prefix + "."
         parts: dict[tuple[str, int], list[str]] = {("tail", 0): [], ("embed", 0): []}
         for name in self.names:
-            if name.startswith(prefix):
-                index = int(name.removeprefix(prefix).partition(".")[0])
-                parts.setdefault(("layer", index), []).append(name)
-            else:
+            index = part_of(name, self.built.layers_prefix)
+            if index == ENDS:
                 parts["tail", 0].append(name)
                 parts["embed", 0].append(name)
+            else:
+                parts.setdefault(("layer", index), []).append(name)
         return parts
 
     def step(
@@ -138,7 +137,8 @@ class Engine:
         """One optimizer step over the micro-batches of a batch; the loss is weighted by target tokens.
 
         Raises:
-            UserError: the loss is not finite (exit code 1).
+            NotFinite: the loss or the gradients are not finite (exit code 1).
+            UserError: the same, and a part of the step has been applied already.
         """
         started = time.perf_counter()
         if isinstance(self.driver.weights, Ring):
@@ -159,7 +159,7 @@ class Engine:
             norm = self._unscaled_norm()
             loss_value, norm_value = torch.stack([loss, norm.to(loss.device, loss.dtype)]).tolist()
             if not _finite(loss_value):
-                raise UserError(
+                raise NotFinite(
                     f"the loss is not finite at step {step + 1}",
                     f"it is {loss_value}",
                     "use a lower --lr, or --precision bf16 or fp32; look for broken records in the data",
@@ -170,7 +170,7 @@ class Engine:
             if not self.scaler.enabled:
                 if self.in_host is not None and self.in_host.touched:
                     raise _half_updated(step)
-                raise UserError(
+                raise NotFinite(
                     f"the gradients are not finite at step {step + 1}",
                     f"their norm is {norm_value}",
                     "use a lower --lr, or --precision fp32",
@@ -291,6 +291,10 @@ class Engine:
         for _ in range(idle):
             pass_idly(self.driver, self.plan.loss_chunk)
         return total, count
+
+    def pass_by(self, host_batches: Sequence[HostBatch]) -> None:
+        """Take part in an evaluation of which this rank can compute nothing any more, so that no other rank waits."""
+        self.evaluate([])
 
     def settle(self) -> None:
         """Until updates that go on beside the next step are over."""

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fitune.engine.optimizers import Masters
-from fitune.engine.parts import ENDS, PartedOptimizer
+from fitune.engine.parts import ENDS, PartedOptimizer, part_of
 from fitune.model.build import Built
 from fitune.model.host import HostBuffer
 
@@ -430,8 +430,6 @@ def _use(device: torch.device) -> None:
 def parts_of(names: Iterable[str], layers_prefix: str) -> dict[int, list[str]]:
     """Names of trained parameters by part, `ENDS` first, each part in the names' order."""
     parts: dict[int, list[str]] = {ENDS: []}
-    prefix = layers_prefix + "."
     for name in names:
-        index = int(name.removeprefix(prefix).partition(".")[0]) if name.startswith(prefix) else ENDS
-        parts.setdefault(index, []).append(name)
+        parts.setdefault(part_of(name, layers_prefix), []).append(name)
     return {part: parts[part] for part in sorted(parts) if parts[part]}

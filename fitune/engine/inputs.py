@@ -23,10 +23,9 @@ class OffloadedInputs:
     of layers (micro-batches in the same order), `end`.
     """
 
-    def __init__(self, device: torch.device, *, pin: bool = True):
+    def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pin = pin and device.type == "cuda"
         self._arena: HostBuffer | None = None
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._offsets: list[int] = []
@@ -56,7 +55,7 @@ class OffloadedInputs:
                 self._stream.synchronize()
             size = max(needed, self.host_bytes() * 5 // 4)  # longer rows may come: not pinned again for each of them
             self._arena = None  # let go before the larger one is made
-            self._arena = HostBuffer(size, self._pin)
+            self._arena = HostBuffer(size, self.device.type == "cuda")
 
     def _host(self, layer: int, member: int) -> torch.Tensor:
         assert self._arena is not None

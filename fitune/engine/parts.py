@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitune.engine.optimizers import EIGHT_BIT, NEEDS_CUDA, build_optimizer, restore_state
+from fitune.engine.optimizers import NEEDS_CUDA, build_optimizer, restore_state
 from fitune.errors import UserError
 
 ENDS = -1
 """The part of everything outside the decoder layers: embedding, final norm, head."""
+
+
+def part_of(name: str, layers_prefix: str) -> int:
+    """The part that a parameter belongs to: its decoder layer's index, or `ENDS`."""
+    inside = name.removeprefix(layers_prefix + ".")
+    return ENDS if inside == name else int(inside.partition(".")[0])
+
 
 # Bytes of state per trained parameter (sources: see `optimizers.abstract_state`; the factored state of Adafactor is
 # below a hundredth of a byte).
@@ -51,7 +58,6 @@ class PartedOptimizer:
     """
 
     def __init__(self, name: str, parts: dict[int, list[nn.Parameter]], *, lr: float, weight_decay: float):
-        self.name = name
         self.each: dict[int, torch.optim.Optimizer] = {
             part: build_optimizer(name, list(parameters), lr=lr, weight_decay=weight_decay)
             for part, parameters in parts.items()
@@ -67,21 +73,17 @@ class PartedOptimizer:
         """Of all parts, by parameter."""
         return {p: state for optimizer in self.each.values() for p, state in optimizer.state.items()}
 
-    @property
-    def is_8bit(self) -> bool:
-        return self.name in EIGHT_BIT
-
     def restore(self, parts: dict[int, list[str]], tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
         """The state that `optimizers.flatten_state` gave, part by part.
 
         Raises:
             UserError: the state is of other parameters or another optimizer.
         """
-        part_of = {name: part for part, names in parts.items() for name in names}
+        owner = {name: part for part, names in parts.items() for name in names}
         split: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {part: ({}, {}) for part in parts}
         for kind, values in enumerate((tensors, numbers)):
             for flat, value in values.items():
-                part = part_of.get(flat.rpartition("|")[0], next(iter(parts)))  # one that is not trained: refused there
+                part = owner.get(flat.rpartition("|")[0], next(iter(parts)))  # one that is not trained: refused there
                 split[part][kind][flat] = value
         for part, names in parts.items():
             restore_state(self.each[part], names, *split[part])

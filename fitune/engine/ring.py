@@ -100,7 +100,7 @@ class Ring:
     """
 
     def __init__(self, built: Built):
-        self.built, self.device = built, built.device
+        self.device = built.device
         self.streamed, self.head = built.streamed, built.host_head
         largest = self.streamed.largest_bytes if self.streamed is not None else 0
         if self.head is not None:
@@ -213,11 +213,6 @@ class Ring:
     def device_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What the ring itself holds on the device, by name; the layers' weights are views of these."""
         return [(f"ring buffer {number}", slot.buffer) for number, slot in enumerate(self.slots)]
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of a ring buffer."""
-        key = tensor.untyped_storage()._cdata
-        return any(slot.buffer.untyped_storage()._cdata == key for slot in self.slots)
 
     def close(self) -> None:
         """Stop the thread that reads ahead, if there is one."""

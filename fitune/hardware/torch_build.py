@@ -33,11 +33,6 @@ class TorchBuild:
     cuda: str | None = None
     hip: str | None = None
 
-    @property
-    def cpu_only(self) -> bool:
-        """Installed, but for neither NVIDIA nor AMD cards."""
-        return self.installed and self.cuda is None and self.hip is None
-
 
 def torch_build(folder: Path | None = None) -> TorchBuild:
     """The torch that ``import torch`` would give, read from its ``version.py`` in about a millisecond.

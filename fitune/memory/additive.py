@@ -9,11 +9,8 @@ from fitune.plan import Plan
 
 def resident(terms: StepTerms, plan: Plan) -> dict[str, int]:
     """Owner to bytes of what stays on the device: weights, what is trained, the optimizer's state."""
-    layers = [terms.layers[kind] for kind in terms.kinds]
-    weights = terms.other_weight_bytes + sum(layer.weight_bytes for layer in layers)
-    trained = terms.other_trained_bytes + sum(layer.trained_bytes for layer in layers)
-    state = terms.other_state_bytes + sum(layer.state_bytes for layer in layers)
-    owners = {"weights": weights, "optimizer": state}
+    weights, trained = terms.weight_bytes, terms.trained_bytes
+    owners = {"weights": weights, "optimizer": terms.state_bytes}
     if plan.method != "full":
         owners |= {"weights": weights - trained, "adapters": trained}
     elif plan.precision != "fp32":
@@ -22,8 +19,8 @@ def resident(terms: StepTerms, plan: Plan) -> dict[str, int]:
 
 
 def trained_bytes(terms: StepTerms) -> int:
-    """fp32 bytes of all that is trained, which its gradients take too."""
-    return terms.other_trained_bytes + sum(terms.layers[kind].trained_bytes for kind in terms.kinds)
+    """See `StepTerms.trained_bytes`."""
+    return terms.trained_bytes
 
 
 def step_moments(terms: StepTerms, plan: Plan, *, has_state: bool = True) -> list[Moment]:
@@ -36,7 +33,7 @@ def step_moments(terms: StepTerms, plan: Plan, *, has_state: bool = True) -> lis
     base = resident(terms, plan)
     accumulates = plan.micro_batch < plan.batch
     during = base if has_state else {**base, "optimizer": 0}
-    gradients = trained_bytes(terms)
+    gradients = terms.trained_bytes
     parts = terms.later_pass if accumulates else terms.first_pass
     walk = _Walk(during | {"gradients": gradients if accumulates else 0})
     _walk(walk, terms, parts, plan.recompute_layers, accumulates)

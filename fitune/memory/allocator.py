@@ -26,10 +26,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fitune.memory.events import Event
+from fitune.memory.events import GRANULE, Event, rounded
 from fitune.units import MIB
 
-MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB  # the largest request of the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
@@ -185,7 +184,7 @@ class CachingAllocator:
         Raises:
             OutOfMemory: also after all that was cached has gone back to the driver.
         """
-        size = max(MIN_BLOCK_BYTES, -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+        size = max(GRANULE, rounded(num_bytes))
         is_small = size <= SMALL_REQUEST_BYTES
         pool = self._pools.get((is_small, stream))
         if pool is None:
@@ -198,7 +197,7 @@ class CachingAllocator:
             if block is None:
                 raise OutOfMemory(f"{size} bytes")
         left = block.size - size
-        if left >= MIN_BLOCK_BYTES if is_small or self.expandable else left > SMALL_REQUEST_BYTES:
+        if left >= GRANULE if is_small or self.expandable else left > SMALL_REQUEST_BYTES:
             rest = _Block(pool, block.start + size, left, free=True)
             _chain(block, rest, block.after)
             block.size = size

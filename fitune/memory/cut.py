@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fitune.memory.follow import Block, Follower
-from fitune.memory.script import WIDTHS, Op, Template, Term, evaluate, symbols
+from fitune.memory.pieces import WIDTHS, Op, Template, Term, evaluate, symbols
 from fitune.memory.splice import GRADIENT
 
 _IN_PASS = ("embed", "tail")  # parts of which a pass has one

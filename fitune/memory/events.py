@@ -45,3 +45,12 @@ class Event:
     label: str
     part: str
     layer: int
+
+
+GRANULE = 512
+"""torch's CUDA caching allocator rounds every block up to this (c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+def rounded(num_bytes: int, granule: int = GRANULE) -> int:
+    """Bytes to whole granules, away from zero: a death (negative) is as large as its birth."""
+    return -(-num_bytes // granule) * granule if num_bytes >= 0 else num_bytes // granule * granule

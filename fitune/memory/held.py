@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from fitune.engine.optimizers import Masters, abstract_state
 from fitune.engine.ring import Ring
-from fitune.memory.script import BUFFER, MASTER, Held, Tensor, Trained
+from fitune.memory.pieces import BUFFER, MASTER, Held, Tensor, Trained
 from fitune.model.build import Built
 
 _MOMENTS = {"adamw": ("first moment", "second moment"), "lion": ("moment",), "adafactor": (), "sgd": ()}
@@ -84,6 +85,18 @@ def layer_of(name: str, prefix: str) -> tuple[int, str]:
     return int(index), rest
 
 
+def places_of(names: Iterable[str], prefix: str) -> list[tuple[int | str, str]]:
+    """Where each name of a model's tensors, in its order, belongs: a layer's number, or "before" or "after" the layers;
+    and its name there."""
+    found: list[tuple[int | str, str]] = []
+    outside = "before"
+    for name in names:
+        layer, rest = layer_of(name, prefix)
+        outside = "after" if layer >= 0 else outside
+        found.append((layer if layer >= 0 else outside, rest))
+    return found
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What is held per layer, before and after the layers in the model's order, and state shared by all tensors."""
@@ -101,25 +114,21 @@ def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
     trained: dict[Any, list[Trained]] = {}
     seen: set[int] = set()
     buffers = {name for name, _ in built.model.named_buffers()}
-    met_layers = False
-    for name, tensor in device_tensors(built):
-        layer, rest = layer_of(name, prefix)
-        met_layers |= layer >= 0
+    on_device = device_tensors(built)
+    places = places_of((name for name, _ in on_device), prefix)
+    for (name, tensor), (where, rest) in zip(on_device, places, strict=True):
         if name == "scratch" or tensor.untyped_storage()._cdata in seen:
             continue
         seen.add(tensor.untyped_storage()._cdata)
-        label = f"{prefix}.{{layer}}.{rest}" if layer >= 0 else name
-        where = layer if layer >= 0 else "after" if met_layers else "before"
-        label += BUFFER if name in buffers and layer >= 0 else ""
+        in_layer = isinstance(where, int)
+        label = f"{prefix}.{{layer}}.{rest}" if in_layer else name
+        label += BUFFER if name in buffers and in_layer else ""
         owner = "adapters" if ".lora_" in name or name.endswith("magnitude") else "weights"
         tensors.setdefault(where, []).append(Tensor(owner, label, tensor.untyped_storage().nbytes()))
-    met_layers = False
     shared: tuple[Tensor, ...] = ()
-    for name, (parameter, master) in masters.pairs.items():
-        layer, rest = layer_of(name, prefix)
-        met_layers |= layer >= 0
-        where = layer if layer >= 0 else "after" if met_layers else "before"
-        label = f"{prefix}.{{layer}}.{rest}" if layer >= 0 else name
+    places = places_of(masters.pairs, prefix)
+    for (name, (parameter, master)), (where, rest) in zip(masters.pairs.items(), places, strict=True):
+        label = f"{prefix}.{{layer}}.{rest}" if isinstance(where, int) else name
         if master is not parameter:
             tensors.setdefault(where, []).append(Tensor("weights", MASTER + label, master.numel() * 4))
         states = state_of(optimizer, master)

@@ -20,7 +20,7 @@ SMALL_FILES_BYTES = 16 * MIB  # tokenizer, configuration, events: an upper bound
 # Measured on Linux x86_64 (AMD EPYC, glibc), Python 3.11, torch 2.13 (CPU build), transformers 5.24, 2026-11-30, one
 # thread, with `benchmarks/host_memory.py`: the resident set once a run has imported what it needs and read its data;
 # and of a merge's process. Beside a card: NVIDIA H200, Python 3.12, torch 2.11, 2026-11-30, with the context and the
-# libraries' kernels in it; 1.38 to 1.48 GiB in the steps of runs without tables in RAM
+# libraries' kernels in it; the steps of the 22 runs without tables in RAM hold 1.375 to 1.536 GiB
 # (`benchmarks/results/h200-matrix-2026-11-30.json`), after another run in the same process.
 PROCESS_BYTES: dict[tuple[str, str], int] = {
     ("linux", "cpu"): 408 * MIB,
@@ -155,7 +155,7 @@ def pinned(plan: Plan, facts: Facts) -> dict[str, int]:
     return {owner: size for owner, size in beside_card(plan, facts).items() if owner in wanted}
 
 
-def merge_ram(plan: Plan, facts: Facts) -> dict[str, int] | None:
+def merge_ram(facts: Facts) -> dict[str, int] | None:
     """RAM of `fitune export --merged`: the adapter, some rows in fp32, and the largest tensor read and written."""
     process = PROCESS_BYTES.get((facts.platform, "merge"))
     if process is None:

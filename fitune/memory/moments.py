@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fitune.memory.events import Event
+from fitune.memory.events import Event, rounded
+from fitune.memory.pieces import MASTER
 
 PLACES = {
     "start": "the batch on its way in", "load": "loading", "embed": "the embedding", "stash": "room for the input",
     "forward": "the forward pass", "tail": "the loss", "backward": "the backward pass",
     "optimizer": "the optimizer's update",
 }  # fmt: skip
-MASTER = "fp32 master of "  # how a trace names the copies that an optimizer updates
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def moments_of(events: Sequence[Event], granule: int = 1, num_largest: int = 3) 
         num_largest: how many of a part's own blocks are named.
     """
     starts = [i for i, e in enumerate(events) if not i or _part(e) != _part(events[i - 1])]
-    sizes = [_rounded(event.num_bytes, granule) for event in events]
+    sizes = [rounded(event.num_bytes, granule) for event in events]
     live: dict[str, int] = {}
     total, found = 0, []
     for start, end in zip(starts, [*starts[1:], len(events)], strict=True):
@@ -112,8 +112,3 @@ def moments_of(events: Sequence[Event], granule: int = 1, num_largest: int = 3) 
 
 def _part(event: Event) -> tuple[str, int]:
     return event.part, event.layer
-
-
-def _rounded(num_bytes: int, granule: int) -> int:
-    size = -(-abs(num_bytes) // granule) * granule
-    return size if num_bytes > 0 else -size

@@ -14,7 +14,7 @@ from fitune.memory import additive, host
 from fitune.memory.constants import Overheads
 from fitune.memory.moments import Moment, highest
 from fitune.memory.replay import StepTerms
-from fitune.memory.sequence import Arrival, Replayed, Script, replay_run
+from fitune.memory.sequence import Arrival, Replayed, Steps, replay_run
 from fitune.plan import Plan
 
 NAMES = ("load", "first_step", "step", "eval", "save", "merge", "resume")
@@ -114,7 +114,7 @@ def needed_bytes(phase: Phase) -> int:
 
 
 def predict(
-    terms: StepTerms, plan: Plan, overheads: Overheads, facts: host.Facts, script: Script | None = None,
+    terms: StepTerms, plan: Plan, overheads: Overheads, facts: host.Facts, script: Steps | None = None,
     width: int | None = None, briefly: bool = False,
 ) -> Prediction:  # fmt: skip
     """Every phase of a plan.
@@ -139,7 +139,7 @@ def predict(
 
 
 def _replayed(
-    terms: StepTerms, plan: Plan, overheads: Overheads, facts: host.Facts, script: Script | None, width: int,
+    terms: StepTerms, plan: Plan, overheads: Overheads, facts: host.Facts, script: Steps | None, width: int,
     briefly: bool,
 ) -> dict[str, Replayed]:  # fmt: skip
     """Phase to its moments, with library workspaces, and on a card what is reserved where that is computed."""
@@ -204,4 +204,4 @@ def _merge(plan: Plan, facts: host.Facts) -> Phase:
     if plan.method == "full":
         return Phase("merge", {}, None, None, None, False, "nothing to merge")
     on_card = plan.device == "cuda"
-    return Phase("merge", {}, host.merge_ram(plan, facts), {}, host.disk("merge", plan, facts), on_card, "the merge")
+    return Phase("merge", {}, host.merge_ram(facts), {}, host.disk("merge", plan, facts), on_card, "the merge")

@@ -14,14 +14,8 @@ _NONE = -(1 << 62)  # the maximum of nothing
 
 def highest_peaks(terms: StepTerms, accumulates: bool = False) -> list[int]:
     """The highest of all phases' peaks in bytes, for 0, 1, ... all layers recomputed."""
-    layers = [terms.layers[kind] for kind in terms.kinds]
-    resident = (
-        terms.other_weight_bytes
-        + terms.other_state_bytes
-        + sum(layer.weight_bytes + layer.state_bytes for layer in layers)
-    )
+    resident, gradients = terms.weight_bytes + terms.state_bytes, terms.trained_bytes
     fixed = peaks(terms, 0)  # load, eval and save do not depend on the policy
-    gradients = terms.other_trained_bytes + sum(layer.trained_bytes for layer in layers)
     rest = max(fixed.load, fixed.eval, fixed.save, resident + gradients + terms.optimizer_peak_bytes)
     dynamic = _pass_peaks(terms, terms.first_pass, 0)
     if accumulates:

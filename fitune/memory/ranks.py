@@ -1,8 +1,9 @@
 """Peaks of one rank of several, from a trace of the rank's own step on `meta` at the model's full depth.
 
 The engine, the sharding and the exchanges' buffers are those that run; a group of N ranks that exchanges nothing stands
-for the others. Slower than `memory.trace` (a second or more for 32 layers), since every layer is run; what NCCL holds
-outside torch's allocator is not in it.
+for the others. Slower than `memory.trace` (a second or more for 32 layers), since every layer is run. What NCCL holds
+outside torch's allocator is not in it: per communicator 4 MiB per channel and connection by default (NVIDIA/nccl#391),
+channels by topology; 1.6 GB was reported (NVIDIA/nccl#864).
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 
 from fitune.engine.engine import Engine
+from fitune.engine.ring import Ring
 from fitune.memory.dry import AbstractOptimizer, Rows
+from fitune.memory.events import rounded
 from fitune.memory.follow import Follower
 from fitune.memory.held import device_tensors
 from fitune.model.build import Built, add_adapter, build, fill, meta_weights
 from fitune.parallel.world import Single
 from fitune.plan import Plan
-
-_GRANULE_BYTES = 512  # torch's CUDA caching allocator rounds every block up to this
 
 
 class Imagined(Single):
@@ -70,15 +71,15 @@ def trace_rank(config: Any, plan: Plan, rows: Sequence[Rows]) -> RankPeaks:
     add_adapter(built, plan)
     engine = _engine(built, plan, group)
     there = _held(built, engine)
-    held = sum(map(_rounded, there))
+    held = sum(map(rounded, there))
     optimizer = AbstractOptimizer(plan.optimizer, _masters(engine), Follower("meta"))
-    state = sum(_rounded(s.num_bytes) for states in optimizer.states.values() for s in states)
+    state = sum(rounded(s.num_bytes) for states in optimizer.states.values() for s in states)
     first = _step(engine, plan, rows, None)
     later = _step(engine, plan, rows, state)
     follower = _follower(built, engine)
     with follower:
         engine.evaluate([rows[0]])
-    weights = held - sum(_rounded(_size(p)) for p in engine.masters.parameters()) - _buffers(engine)
+    weights = held - sum(rounded(_size(p)) for p in engine.masters.parameters()) - _buffers(engine)
     return RankPeaks(held, weights, state, held + first, held + state + later, held + state + _peak(follower))
 
 
@@ -134,11 +135,8 @@ def _shards(built: Built) -> dict[int, torch.Tensor]:
 
 def _ring_buffers(engine: Engine) -> list[torch.Tensor]:
     ring: Any = engine.driver.weights
-    rings = [
-        ring,
-        getattr(ring, "head_ring", None),
-    ]  # where layers are gathered, a head's tiles have buffers of their own
-    return [slot.buffer for each in rings for slot in getattr(each, "slots", [])]
+    rings = [ring, getattr(ring, "head_ring", None)]  # where layers are gathered, a head's tiles have their own
+    return [buffer for each in rings if isinstance(each, Ring) for _, buffer in each.device_tensors()]
 
 
 def _rows(engine: Engine) -> list[torch.Tensor]:
@@ -158,22 +156,18 @@ def _held(built: Built, engine: Engine) -> list[int]:
 
 
 def _buffers(engine: Engine) -> int:
-    return sum(_rounded(t.untyped_storage().nbytes()) for t in _ring_buffers(engine) + _rows(engine))
+    return sum(rounded(t.untyped_storage().nbytes()) for t in _ring_buffers(engine) + _rows(engine))
 
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
-
-
 def _peak(follower: Follower) -> int:
     """Most bytes of blocks that were alive at once."""
     now = highest = 0
     for event in follower.events:
-        size = _rounded(follower.blocks[abs(event) - 1].num_bytes)
+        size = rounded(follower.blocks[abs(event) - 1].num_bytes)
         now += size if event > 0 else -size
         highest = max(highest, now)
     return highest

@@ -7,7 +7,7 @@ allocator's rounding to segments and its fragmentation (reserved memory).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,21 @@ class StepTerms:
     eval_tail: Part
     largest_weight_bytes: int  # the widest unpacked tensor that is on the device while weights load
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the whole model: frozen and trained weights on the device, with the latter's masters."""
+        return self.other_weight_bytes + sum(self.layers[kind].weight_bytes for kind in self.kinds)
+
+    @property
+    def trained_bytes(self) -> int:
+        """fp32 bytes of all that is trained, which its gradients take too."""
+        return self.other_trained_bytes + sum(self.layers[kind].trained_bytes for kind in self.kinds)
+
+    @property
+    def state_bytes(self) -> int:
+        """The whole optimizer's state."""
+        return self.other_state_bytes + sum(self.layers[kind].state_bytes for kind in self.kinds)
+
 
 @dataclass(frozen=True)
 class Peaks:
@@ -88,10 +103,7 @@ def peaks(terms: StepTerms, recompute_layers: int, accumulates: bool = False) ->
 
     `accumulates`: a step has several micro-batches, so that all gradients are there while the later ones run.
     """
-    layers = [terms.layers[kind] for kind in terms.kinds]
-    weights = terms.other_weight_bytes + sum(layer.weight_bytes for layer in layers)
-    state = terms.other_state_bytes + sum(layer.state_bytes for layer in layers)
-    gradients = terms.other_trained_bytes + sum(layer.trained_bytes for layer in layers)
+    weights, state, gradients = terms.weight_bytes, terms.state_bytes, terms.trained_bytes
     dynamic, where = _walk(terms, terms.first_pass, recompute_layers, 0)
     if accumulates:
         later, later_where = _walk(terms, terms.later_pass, recompute_layers, gradients)
@@ -99,9 +111,10 @@ def peaks(terms: StepTerms, recompute_layers: int, accumulates: bool = False) ->
             dynamic, where = later, later_where
     update = gradients + terms.optimizer_peak_bytes
     live, evaluation = terms.eval_embed.delta_bytes, terms.eval_embed.peak_bytes
-    for layer in layers:
-        evaluation = max(evaluation, live + layer.eval_forward.peak_bytes)
-        live += layer.eval_forward.delta_bytes
+    for kind in terms.kinds:
+        forward = terms.layers[kind].eval_forward
+        evaluation = max(evaluation, live + forward.peak_bytes)
+        live += forward.delta_bytes
     evaluation = max(evaluation, live + terms.eval_tail.peak_bytes)
     return Peaks(
         load=weights + terms.largest_weight_bytes,
@@ -141,21 +154,3 @@ def _walk(terms: StepTerms, parts: PassParts, recompute_layers: int, live: int) 
             live -= parts.layer(index - 1, terms.kinds[index - 1]).stash.delta_bytes
     run("embedding's backward", parts.embed_backward)
     return highest, where
-
-
-def with_gradients_there(parts: PassParts, trained_bytes: dict[str, int], first_trained_bytes: int) -> PassParts:
-    """The later micro-batches' pass of adapters, from the first one's: the same peaks, but new gradients are added to
-    those that are there and freed, so that a layer's backward leaves `trained_bytes` less behind."""
-
-    def without(layer: LayerParts, trained: int) -> LayerParts:
-        def backward(part: Part) -> Part:
-            return Part(part.peak_bytes, part.delta_bytes - trained)
-
-        return LayerParts(
-            layer.stash,
-            (layer.recompute[0], backward(layer.recompute[1])),
-            (layer.keep[0], backward(layer.keep[1])),
-        )
-
-    kinds = {kind: without(layer, trained_bytes[kind]) for kind, layer in parts.kinds.items()}
-    return replace(parts, first=without(parts.first, first_trained_bytes), kinds=kinds)

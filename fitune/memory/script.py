@@ -1,154 +1,30 @@
 """What a model's step allocates, as data: templates of its parts, sizes in rows, columns and loss chunk. Plain Python.
 
 A trace of a few layers on `meta` (`memory.trace`) is cut into parts of the step; each part of each kind of layer and
-activation policy becomes a `Segment`: births and deaths of blocks in order, every size an expression. A step of any
-shape, depth of recomputation and number of loss chunks is spliced from them, event for event what a trace of the
-whole model gives, without torch. A block that dies in a later part is named by where it was born relative to that part:
-see `Op`.
-
-Symbols of expressions: B rows, T columns, N = B x T, K = tokens with a target (all but a row's last), C loss chunk,
-X tokens of the running loss chunk (the last one may be partial), P and Q = T rounded up to 32 and to 128.
+activation policy becomes a `Segment`: births and deaths of blocks in order, every size an expression (see
+`memory.pieces`). A step of any shape, depth of recomputation and number of loss chunks is spliced from them, event for
+event what a trace of the whole model gives, without torch. A block that dies in a later part is named by where it was
+born relative to that part: see `Op`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fitune.memory.events import Event
-from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms
+from fitune.memory import splice
+from fitune.memory.events import Event, rounded
+from fitune.memory.pieces import ALIGNMENT_BYTES, Held, Op, Placement, Segment, Template, Tensor, Term, Trained
+from fitune.memory.replay import StepTerms
+from fitune.memory.terms import step_terms
 
 if TYPE_CHECKING:
     from fitune.plan import Plan
 
 SCRIPT_VERSION = 1
 MOST_CHUNKS = 4  # loss chunks of a micro-batch that are told: the first, two of those in the middle, the last
-MASTER = "fp32 master of "  # begins the label of a 16-bit trained tensor's copy
-BUFFER = " (buffer)"  # ends that of a module's buffer, which stays on the device
-WIDTHS = {
-    "fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "uint64": 8,
-}  # fmt: skip
-
-Term = tuple[int, str]
-"""A coefficient and the product of symbols it belongs to, such as (4, "BP"); "" for a constant."""
-
-
-def symbols(num_rows: int, num_columns: int, loss_chunk: int, chunk_tokens: int) -> dict[str, int]:
-    """Values of the symbols at a micro-batch of [num_rows, num_columns]."""
-    return {
-        "B": num_rows,
-        "T": num_columns,
-        "N": num_rows * num_columns,
-        "K": num_rows * (num_columns - 1),
-        "C": loss_chunk,
-        "X": chunk_tokens,
-        "P": -(-num_columns // 32) * 32,
-        "Q": -(-num_columns // 128) * 128,
-    }
-
-
-def evaluate(terms: Iterable[Term], values: dict[str, int]) -> int:
-    return sum(factor * math.prod(values[s] for s in name) for factor, name in terms)
-
-
-@dataclass(frozen=True)
-class Template:
-    """A block of a kind that parts make: `dims` are sums of terms, `num_bytes` is None where it follows from them."""
-
-    owner: str
-    what: str
-    dims: tuple[tuple[Term, ...], ...]
-    dtype: str
-    num_bytes: tuple[Term, ...] | None = None
-
-    def bytes_at(self, values: dict[str, int]) -> int:
-        if self.num_bytes is not None:
-            return evaluate(self.num_bytes, values)
-        return math.prod(evaluate(d, values) for d in self.dims) * WIDTHS[self.dtype]
-
-    def label_at(self, values: dict[str, int]) -> str:
-        shape = "x".join(str(evaluate(d, values)) for d in self.dims) or "scalar"
-        return f"{self.what} {shape} {self.dtype}"
-
-
-Op = tuple[str, int, str]
-"""(source, number, group). Source "" is the birth of template `number`; `group` says who lets go of it where that is
-not the layer itself: "c" the next part in order (hidden states, their gradient), "g" the optimizer (gradients), "n" the
-next loss chunk, "b" the pass's end (buffers for inputs that come back from host memory), "s" the next step. Any other
-source is the death of a block, the `number`th (in order of birth): "." of those born in this part; "@name" of those
-born in the same layer's part `name`; "#name" of those born in this pass's `name` ("embed", "tail", or the step's
-"start"); "<" of group "c" of the part before this one; "^" of group "c" of the part that ran before this layer's
-forward pass; "<<" of group "c" of the layer before the layer before this one; "%" of group "b" of this pass; "~" of
-group "n" of the loss chunk before this one."""
-
-Segment = tuple[Op, ...]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor that is there before the step."""
-
-    owner: str
-    label: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A trained tensor (its fp32 master) and the optimizer state that the first step makes for it, in order. `coded`:
-    in 8 bits, with the code tables that all such tensors share."""
-
-    name: str
-    numel: int
-    state: tuple[Tensor, ...]
-    coded: bool = False
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a layer, or the rest of the model, holds: tensors on the device, and those trained, in the model's order."""
-
-    tensors: tuple[Tensor, ...]
-    trained: tuple[Trained, ...]
-
-    def _is_frozen(self, tensor: Tensor) -> bool:
-        name = tensor.label.partition("{layer}.")[2]
-        own = tensor.owner == "weights" and not tensor.label.startswith(MASTER) and not tensor.label.endswith(BUFFER)
-        return own and all(trained.name != name for trained in self.trained)
-
-    def without_frozen(self) -> Held:
-        """What stays on the device when the layer's frozen weights are streamed."""
-        return replace(self, tensors=tuple(t for t in self.tensors if not self._is_frozen(t)))
-
-    @property
-    def frozen_bytes(self) -> int:
-        """The layer's frozen weights as one flat buffer."""
-        sizes = (-(-t.num_bytes // _ALIGNMENT_BYTES) for t in self.tensors if self._is_frozen(t))
-        return sum(sizes) * _ALIGNMENT_BYTES
-
-
-STREAMED = ", streamed"
-"""Follows a kind of layer's name in `StepTerms` where its frozen weights are streamed."""
-_ALIGNMENT_BYTES = 512  # of a streamed layer's tensors and of the ring's buffers (model.streamed, engine.ring)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """What of a step is not as a trace has it: everything on the device, one micro-batch after the other.
-
-    Attributes:
-        streamed: layers whose frozen weights pass through the device's ring of buffers.
-        ring_buffers: how many buffers that has, each of the largest of these layers' size.
-        together: micro-batches that pass each layer before the next one (layer-major accumulation); 1: none do.
-    """
-
-    streamed: tuple[int, ...] = ()
-    ring_buffers: int = 2
-    together: int = 1
 
 
 def placement_of(plan: Plan) -> Placement:
@@ -216,7 +92,7 @@ class Script:
     @property
     def ring(self) -> Held:
         """The buffers that streamed weights pass through."""
-        size = -(-self.tile_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        size = rounded(self.tile_bytes, ALIGNMENT_BYTES)
         size = max([size, *(self.layers[self.kinds[i]].frozen_bytes for i in self.placement.streamed)])
         if size == 0:
             return Held((), ())
@@ -224,8 +100,6 @@ class Script:
 
     def terms(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
         """Terms of a step at micro-batches of [num_rows, num_columns], every block rounded to the granule. Cached."""
-        from fitune.memory.terms import step_terms
-
         key = (num_rows, num_columns, loss_chunk)
         if key not in self._cache:
             self._cache[key] = step_terms(self._for(*key), *key)
@@ -254,10 +128,8 @@ class Script:
         Raises:
             ValueError: the script holds for another shape only.
         """
-        from fitune.memory.splice import step_events
-
         script = self._for(num_rows, num_columns, loss_chunk)
-        return step_events(
+        return splice.step_events(
             script,
             (num_rows, num_columns, loss_chunk),
             recompute_layers=recompute_layers,
@@ -270,10 +142,8 @@ class Script:
         self, num_rows: int, num_columns: int, loss_chunk: int, most_chunks: int | None = MOST_CHUNKS
     ) -> list[Event]:
         """The evaluation of one micro-batch, after "load" (with optimizer state) as in `step_events`."""
-        from fitune.memory.splice import eval_events
-
         script = self._for(num_rows, num_columns, loss_chunk)
-        return eval_events(script, (num_rows, num_columns, loss_chunk), most_chunks)
+        return splice.eval_events(script, (num_rows, num_columns, loss_chunk), most_chunks)
 
     def _for(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
         wanted = (num_rows, num_columns, loss_chunk)
@@ -369,24 +239,3 @@ def _op(token: str) -> Op:
     digits = len(body) - len(body.rstrip("0123456789"))
     cut = len(body) - digits
     return body[:cut], int(body[cut:]), group
-
-
-__all__ = [
-    "Event",
-    "Held",
-    "LayerParts",
-    "LayerTerms",
-    "Op",
-    "Part",
-    "PassParts",
-    "Placement",
-    "Script",
-    "Segment",
-    "StepTerms",
-    "Template",
-    "Tensor",
-    "Trained",
-    "evaluate",
-    "placement_of",
-    "symbols",
-]

@@ -14,15 +14,14 @@ from typing import Protocol
 
 from fitune.memory.allocator import CachingAllocator
 from fitune.memory.constants import NUM_CUBLAS_THREADS
-from fitune.memory.events import Event
+from fitune.memory.events import GRANULE, Event
 from fitune.memory.moments import Moment, moments_of, owner_of
 from fitune.plan import Plan
 
-GRANULE = 512
 MOST_STEPS = 4  # steady steps replayed before what is reserved is taken as settled
 
 
-class Script(Protocol):
+class Steps(Protocol):
     """What `memory.script.Script` offers here."""
 
     def step_events(
@@ -31,6 +30,9 @@ class Script(Protocol):
     ) -> list[Event]: ...  # fmt: skip
 
     def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]: ...
+
+
+Script = Steps  # the name by which `planner.placement` still asks for it
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Arrival:
 
 
 def replay_run(
-    script: Script, plan: Plan, width: int, *, on_card: bool, workspace_bytes: int, arrival: Arrival, expandable: bool,
+    script: Steps, plan: Plan, width: int, *, on_card: bool, workspace_bytes: int, arrival: Arrival, expandable: bool,
     briefly: bool = False,
 ) -> dict[str, Replayed]:  # fmt: skip
     """Phase to what it holds: `load`, `eval`, `first_step`, `step`, `save` and `resume`.

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fitune.memory.events import Event
-from fitune.memory.script import Held, Script, Segment, Trained, symbols
+from fitune.memory.pieces import Held, Segment, Trained, symbols
+
+if TYPE_CHECKING:
+    from fitune.memory.script import Script
 
 Shape = tuple[int, int, int]
 GRADIENT = "gradient of "

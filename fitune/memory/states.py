@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fitune.memory.events import rounded
+from fitune.memory.pieces import Held, Tensor, Trained
 from fitune.memory.replay import StepTerms
-from fitune.memory.script import Held, Script, Tensor, Trained
+from fitune.memory.script import Script
 
 Dims = tuple[int, ...]
 
@@ -33,15 +35,14 @@ class TrainedDims:
 
 def dims_of(tracer: Any) -> TrainedDims:
     """Of a live tracer (`memory.trace.Tracer`)."""
-    from fitune.memory.held import layer_of
+    from fitune.memory.held import places_of
     from fitune.memory.trace import layer_kinds
 
     groups: dict[Any, list[Dims]] = {}
-    met_layers = False
-    for name, (_, master) in tracer.dry.engine.masters.pairs.items():
-        layer, _ = layer_of(name, tracer.dry.built.layers_prefix)
-        met_layers |= layer >= 0
-        groups.setdefault(layer if layer >= 0 else "after" if met_layers else "before", []).append(tuple(master.shape))
+    pairs = tracer.dry.engine.masters.pairs
+    places = places_of(pairs, tracer.dry.built.layers_prefix)
+    for (where, _), (_, master) in zip(places, pairs.values(), strict=True):
+        groups.setdefault(where, []).append(tuple(master.shape))
     layers = {kind: tuple(groups.get(i, ())) for i, kind in enumerate(layer_kinds(tracer.config))}
     return TrainedDims(layers, tuple(groups.get("before", ())), tuple(groups.get("after", ())))
 
@@ -110,13 +111,10 @@ def _label(tensor: Trained) -> str:
 def terms_with_optimizer(terms: StepTerms, dims: TrainedDims, optimizer: str, granule: int) -> StepTerms:
     """The terms of the same step with another optimizer, every tensor rounded to the granule."""
 
-    def rounded(num_bytes: int) -> int:
-        return -(-num_bytes // granule) * granule
-
     def state_bytes(shapes: Iterable[Dims]) -> int:
-        return sum(rounded(size) for shape in shapes for _, size in state_of(optimizer, shape)[0])
+        return sum(rounded(size, granule) for shape in shapes for _, size in state_of(optimizer, shape)[0])
 
-    shared = sum(rounded(t.num_bytes) for t in tables(optimizer, _all(dims)))
+    shared = sum(rounded(t.num_bytes, granule) for t in tables(optimizer, _all(dims)))
     return replace(
         terms,
         layers={kind: replace(t, state_bytes=state_bytes(dims.layers[kind])) for kind, t in terms.layers.items()},

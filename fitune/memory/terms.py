@@ -6,24 +6,26 @@ the sizes, so it is spliced once per number of loss chunks (one, two, more), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
+from fitune.memory.events import rounded
+from fitune.memory.pieces import STREAMED, Held, Tensor, symbols
 from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms
-from fitune.memory.script import STREAMED, Held, Script, Tensor, symbols
 from fitune.memory.splice import TURN, Splicer, embedding_scratch, play_evaluation, scratch_bytes, table_gradient
+
+if TYPE_CHECKING:
+    from fitune.memory.script import Script
 
 PartKey = tuple[str, str, int]
 _MOST_CHUNKS = 3  # further ones repeat the one in the middle
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Parts of passes over representative layers, as indices of sizes with signs: +i + 1 a birth, -(i + 1) a death.
-    Sizes are those of all templates, first with a full loss chunk, then with the last one."""
-
-    parts: dict[PartKey, tuple[int, ...]]
+Sums = dict[PartKey, tuple[int, ...]]
+"""Parts of passes over representative layers, as indices of sizes with signs: +i + 1 a birth, -(i + 1) a death. Sizes
+are those of all templates, first with a full loss chunk, then with the last one."""
 
 
 def representatives(script: Script) -> tuple[str, ...]:
@@ -38,10 +40,9 @@ def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int)
     offloads = _offloads(script)
     sizes, num_chunks = _sizes(script, num_rows, num_columns, loss_chunk)
     again, keep, evaluation = (_measured(sums, sizes) for sums in _sums(script, num_chunks))
-    rounded = rounding(script.granule)
     scratch = scratch_bytes(script, loss_chunk)
     outside = _held_bytes((script.before, script.after, script.ring), script.granule)
-    shared = sum(rounded(t.num_bytes) for t in script.shared_state)
+    shared = sum(rounded(t.num_bytes, script.granule) for t in script.shared_state)
     layers = {}
     for layer, name in enumerate(names := _names(script)):
         if name not in layers:
@@ -63,7 +64,7 @@ def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int)
     return StepTerms(
         kinds=names,
         layers=layers,
-        other_weight_bytes=outside[0] + (rounded(scratch) if scratch is not None else 0),
+        other_weight_bytes=outside[0] + (rounded(scratch, script.granule) if scratch is not None else 0),
         other_trained_bytes=outside[1],
         other_state_bytes=outside[2] + shared,
         first_pass=first,
@@ -81,20 +82,15 @@ def _names(script: Script) -> tuple[str, ...]:
     return tuple(kind + STREAMED if i in streamed else kind for i, kind in enumerate(script.kinds))
 
 
-def rounding(granule: int) -> Callable[[int], int]:
-    """Bytes to whole blocks of the allocator."""
-    return lambda num_bytes: -(-num_bytes // granule) * granule
-
-
 def _sizes(script: Script, num_rows: int, num_columns: int, loss_chunk: int) -> tuple[list[int], int]:
     """Bytes of all templates with a full loss chunk and with the last one, and how many chunks there are."""
     num_targets = num_rows * (num_columns - 1)
     num_chunks = max(1, -(-num_targets // loss_chunk))
     last = num_targets - (num_chunks - 1) * loss_chunk
-    rounded, found = rounding(script.granule), []
+    found = []
     for tokens in (loss_chunk, last):
         values = symbols(num_rows, num_columns, loss_chunk, tokens)
-        found += [rounded(template.bytes_at(values)) for template in script.templates]
+        found += [rounded(template.bytes_at(values), script.granule) for template in script.templates]
     return found, num_chunks
 
 
@@ -124,18 +120,16 @@ def _sums(script: Script, num_chunks: int) -> tuple[Sums, Sums, Sums]:
 def _signed(splicer: Splicer, chunk: int) -> Sums:
     total = len(splicer.script.templates)
     place = [n + (total if tokens is not None and tokens != chunk else 0) + 1 for n, tokens in splicer.templates]
-    return Sums(
-        {
-            key: tuple(place[e.block] if e.num_bytes > 0 else -place[e.block] for e in splicer.events[start:stop])
-            for key, (start, stop) in splicer.parts.items()
-        }
-    )
+    return {
+        key: tuple(place[e.block] if e.num_bytes > 0 else -place[e.block] for e in splicer.events[start:stop])
+        for key, (start, stop) in splicer.parts.items()
+    }
 
 
 def _measured(sums: Sums, sizes: list[int]) -> dict[PartKey, Part]:
     signed = [0, *sizes, *(-size for size in reversed(sizes))]  # indexed by +i + 1 and, from the end, by -(i + 1)
     found = {}
-    for key, codes in sums.parts.items():
+    for key, codes in sums.items():
         live = list(accumulate((signed[code] for code in codes), initial=0))
         found[key] = Part(max(live), live[-1])
     return found
@@ -214,14 +208,13 @@ def _both(first: Part, then: Part) -> Part:
 
 def _held_bytes(held: Iterable[Held], granule: int) -> tuple[int, int, int]:
     """(weights and masters, gradients, optimizer state) as allocated."""
-    rounded = rounding(granule)
 
     def total(tensors: Iterable[Tensor]) -> int:
-        return sum(rounded(t.num_bytes) for t in tensors)
+        return sum(rounded(t.num_bytes, granule) for t in tensors)
 
     held = list(held)
     return (
         sum(total(h.tensors) for h in held),
-        sum(rounded(4 * t.numel) for h in held for t in h.trained),
+        sum(rounded(4 * t.numel, granule) for h in held for t in h.trained),
         sum(total(t.state) for h in held for t in h.trained),
     )

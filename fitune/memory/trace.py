@@ -13,16 +13,16 @@ from typing import Any
 from fitune.engine.optimizers import update_peak_bytes
 from fitune.memory.cut import CutPart, Cutter, Fitter, NotRegular, Shape, cut
 from fitune.memory.dry import DryRun, Rows
-from fitune.memory.events import Event
+from fitune.memory.events import GRANULE, Event
 from fitune.memory.follow import Follower
 from fitune.memory.held import holdings, largest_weight, layer_of
+from fitune.memory.pieces import Op, Segment, Template
 from fitune.memory.replay import StepTerms
-from fitune.memory.script import Op, Script, Segment, Template, placement_of
+from fitune.memory.script import Script, placement_of
 from fitune.memory.splice import SECOND, TURN
 from fitune.model.build import Built, make_scratch
 from fitune.plan import Plan
 
-_CUDA_GRANULE = 512  # torch's CUDA caching allocator rounds every block up to this (c10/cuda/CUDACachingAllocator.cpp)
 # Rows, columns and loss chunk of the traced shapes: three loss chunks, the last one partial; numbers that no dimension
 # of a model is a multiple of; more and fewer columns than a block of queries has.
 _SEVERAL_ROWS = ((2, 71, 53), (3, 103, 113), (5, 331, 601))
@@ -107,7 +107,7 @@ class Tracer:
         self.kinds = layer_kinds(config)
         # an input that waits in host memory goes two layers later, and the last of them makes the buffers for all
         self.config = shortened(config, self.kinds, of_each=2 if plan.offload_inputs else 1)
-        self.granule = _CUDA_GRANULE if plan.device == "cuda" else 1
+        self.granule = GRANULE if plan.device == "cuda" else 1
         self.placement = placement_of(plan)
         self.dry = DryRun(self.config, _untouched(plan))
         if plan.head_place == "host" and self.placement.streamed:

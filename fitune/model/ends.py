@@ -7,21 +7,14 @@ Shapes: x [..., H] what enters the head, weight [V, H], a tile [W, H] of its row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fitune.model.host import HostBuffer
-
-
-class Tiles(Protocol):
-    """Who brings tiles to the device."""
-
-    def tile(self, index: int) -> AbstractContextManager[torch.Tensor]:
-        """Tile `index` [W, H] on the device, valid inside the context."""
 
 
 class HostEmbedding(nn.Module):

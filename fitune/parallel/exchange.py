@@ -35,6 +35,13 @@ def all_gather(target: torch.Tensor, part: torch.Tensor) -> None:
         gather(target, part)
 
 
+def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """L2 norm of gradients of which every rank holds others, a scalar."""
+    squares = torch.nn.utils.get_total_norm(grads).square()
+    all_reduce(squares)
+    return squares.sqrt()
+
+
 def send(tensor: torch.Tensor, peer: int) -> None:
     """Hand a tensor to another rank."""
     if tensor.device.type != "meta":

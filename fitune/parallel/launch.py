@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from fitune.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from fitune.parallel.forwarding import FORWARDED, handled
 from fitune.parallel.world import World, device_list
 from fitune.recipe import Recipe
 
@@ -26,7 +25,6 @@ from fitune.recipe import Recipe
 FAILED_GRACE_S = 3.0
 POLL_S = 0.1
 _TAIL_BYTES = 16 << 10
-_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
 _SHELL_SIGNAL = 128
 _STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)  # saved, and ended because they were told to
 
@@ -81,7 +79,7 @@ class Launcher:
     def run(self) -> int:
         """The exit code: of the first rank that failed (128 + the signal's number where one ended it), else
         rank 0's."""
-        with self._signals():
+        with handled(dict.fromkeys(FORWARDED, self._forward)):
             try:
                 self._start()
                 return self._watch()
@@ -158,21 +156,8 @@ class Launcher:
         if self._lifeline_end >= 0:
             os.close(self._lifeline_end)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Pass signals on to all ranks; they save and end by themselves."""
-        previous: dict[int, Any] = {}
-        for name in _FORWARDED:
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, self._forward)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
     def _forward(self, number: int, frame: Any) -> None:
+        """Pass a signal on to all ranks; they save and end by themselves."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

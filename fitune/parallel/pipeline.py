@@ -22,7 +22,7 @@ from fitune.engine.ranks import Alone
 from fitune.engine.step import Observer, Running, backward_layer, forward_layer, ignore, start, tail, tail_loss
 from fitune.errors import UserError
 from fitune.model.build import Built, wanted_weights
-from fitune.parallel.exchange import all_reduce, receive, send
+from fitune.parallel.exchange import all_reduce, receive, send, total_norm
 from fitune.parallel.group import Group
 from fitune.parallel.world import Single
 from fitune.plan import Plan
@@ -93,9 +93,7 @@ class Pipelined(Alone):
         return total.to(loss.dtype)
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        squares = torch.nn.utils.get_total_norm(grads).square()
-        all_reduce(squares)
-        return squares.sqrt()
+        return total_norm(grads)
 
 
 class _Kept:
@@ -136,7 +134,7 @@ class PipelineEngine(Engine):
             running.append(state)
             if not self.is_last:
                 self._send(state.hidden if state is not None else None, batch, self.group.rank + 1)
-        observe("tail", 0)
+        self._tried(failure, lambda: observe("tail", 0))
         if self.is_last:
             there = [state for state in running if state is not None]
             part = self._tried(failure, lambda: self._loss(there, grad_scale))
@@ -154,12 +152,14 @@ class PipelineEngine(Engine):
         return loss
 
     def _tried(self, failure: list[Exception], work: Callable[[], Any]) -> Any:
-        """The result, or None once anything has failed: the exchange goes on, so that no other rank waits."""
+        """The result, or None once anything has failed: the exchange goes on, so that no other rank waits.
+
+        Whatever it is, also a step that is given up: it is raised when the pass is over."""
         if failure:
             return None
         try:
             return work()
-        except (RuntimeError, MemoryError, OSError) as problem:  # told when the pass is over
+        except Exception as problem:  # noqa: BLE001 not silenced: raised when the pass is over
             failure.append(problem.with_traceback(None))
             return None
 
@@ -212,18 +212,31 @@ class PipelineEngine(Engine):
         for host in host_batches:
             batch = to_device(host, self.built.device, dropout_seed=None)
             arrived = self._receive(batch, self.group.rank - 1) if not self.is_first else None
-            state = self._tried(failure, lambda b=batch, a=arrived: self._evaluated(b, a))  # type: ignore[misc]
+            found = self._tried(failure, lambda b=batch, a=arrived: self._evaluated(b, a))  # type: ignore[misc]
             if not self.is_last:
-                self._send(state.hidden if state is not None else None, batch, self.group.rank + 1)
-            elif state is not None:
-                loss, _ = tail_loss(self.driver, state.hidden, batch, self.plan.loss_chunk, None)
-                total, count = total + loss.item(), count + batch.num_targets
+                self._send(found, batch, self.group.rank + 1)
+            elif found is not None:
+                total, count = total + found, count + batch.num_targets
         if failure:
             raise failure[0]
         return total, count
 
-    def _evaluated(self, batch: Batch, arrived: torch.Tensor | None) -> Running:
-        return self._forward(batch, arrived, _Kept(len(self.built.layers)), ignore)
+    def _evaluated(self, batch: Batch, arrived: torch.Tensor | None) -> Any:
+        """What this stage hands on: the hidden states, the last one the sum of losses."""
+        state = self._forward(batch, arrived, _Kept(len(self.built.layers)), ignore)
+        if not self.is_last:
+            return state.hidden
+        loss, _ = tail_loss(self.driver, state.hidden, batch, self.plan.loss_chunk, None)
+        return loss.item()
+
+    def pass_by(self, host_batches: Sequence[HostBatch]) -> None:
+        """Its neighbours have these batches too: what comes is taken, zeros are handed on."""
+        for host in host_batches:
+            batch = to_device(host, self.built.device, dropout_seed=None)
+            if not self.is_first:
+                self._receive(batch, self.group.rank - 1)
+            if not self.is_last:
+                self._send(None, batch, self.group.rank + 1)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -18,10 +18,11 @@ from torch import nn
 
 from fitune.engine.engine import Engine
 from fitune.engine.optimizers import Masters, restore_state
+from fitune.engine.parts import ENDS, part_of
 from fitune.engine.ranks import Alone
 from fitune.errors import UserError
 from fitune.model.build import Built
-from fitune.parallel.exchange import all_gather, all_reduce, broadcast, reduce_scatter
+from fitune.parallel.exchange import all_gather, all_reduce, broadcast, reduce_scatter, total_norm
 from fitune.parallel.group import Group
 from fitune.parallel.sharded import ShardBacking, ShardedRing
 from fitune.plan import Plan
@@ -47,11 +48,18 @@ class Place:
 
 
 class Unit:
-    """Trained tensors in one row of `size * part` elements; this rank's `master` [part] in fp32."""
+    """Trained tensors in one row of `size * part` elements; this rank's `master` [part] in fp32, and its part [part] of
+    what the layers compute with (the same memory, where that is fp32 too)."""
 
     def __init__(self, layer: Layer, places: list[Place], part: int, group: Group, device: torch.device):
         self.layer, self.places, self.part, self.group, self.device = layer, places, part, group, device
         self.master: nn.Parameter
+        self.compute: torch.Tensor
+
+    def hold(self, compute: torch.Tensor) -> None:
+        """Begin with this rank's part of what the layers compute with."""
+        self.compute = compute
+        self.master = nn.Parameter(compute if compute.dtype == torch.float32 else compute.float())
 
     @property
     def count(self) -> int:
@@ -63,6 +71,8 @@ class Unit:
 
     def publish(self) -> None:
         """Round the master into what the layers compute with."""
+        if self.compute.data_ptr() != self.master.data_ptr():
+            self.compute.copy_(self.master.detach())
 
     def to_host(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
         """Every rank's part of a row put together in the first rank's host memory, by name; nothing on the others."""
@@ -99,14 +109,11 @@ class Whole(Unit):
             view.copy_(parameters[place.name].detach())
             parameters[place.name].data = view
         broadcast(self.row)
-        own = self.mine(self.row)
-        self.master = nn.Parameter(own if own.dtype == torch.float32 else own.float())
+        self.hold(self.mine(self.row))
 
     def publish(self) -> None:
-        own = self.mine(self.row)
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master.detach())
-        all_gather(self.row, own.clone())
+        super().publish()
+        all_gather(self.row, self.compute.clone())
 
 
 class FromRing(Unit):
@@ -124,14 +131,9 @@ class FromRing(Unit):
             )
         width = dtypes.pop().itemsize
         places = [Place(piece.name, piece.offset // width, torch.Size(piece.shape)) for piece in pieces]
-        self.compute = backing.parts[layer].view(pieces[0].dtype)
-        super().__init__(layer, places, self.compute.numel(), group, built.device)
-        own = self.compute
-        self.master = nn.Parameter(own if own.dtype == torch.float32 else own.float())
-
-    def publish(self) -> None:
-        if self.compute.data_ptr() != self.master.data_ptr():
-            self.compute.copy_(self.master.detach())
+        own = backing.parts[layer].view(pieces[0].dtype)
+        super().__init__(layer, places, own.numel(), group, built.device)
+        self.hold(own)
 
 
 class ShardedMasters(Masters):
@@ -225,11 +227,9 @@ def _units(built: Built, trainable: dict[str, nn.Parameter], group: Group) -> It
             for piece in layout.pieces:
                 del rest[piece.name]
     groups: dict[tuple[Layer, torch.dtype], dict[str, nn.Parameter]] = {}
-    prefix = built.layers_prefix + "."
     for name, p in rest.items():
-        inside = name.startswith(prefix)
-        where = int(name.removeprefix(prefix).partition(".")[0]) if inside else None
-        groups.setdefault((where, p.dtype), {})[name] = p
+        index = part_of(name, built.layers_prefix)
+        groups.setdefault((None if index == ENDS else index, p.dtype), {})[name] = p
     for (place, _), parameters in groups.items():
         yield Whole(place, parameters, group)
 
@@ -276,9 +276,7 @@ class Sharded(Alone):
         return total.to(loss.dtype)
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        squares = torch.nn.utils.get_total_norm(grads).square()
-        all_reduce(squares)
-        return squares.sqrt()
+        return total_norm(grads)
 
     def drain(self) -> None:
         self.ring.finish()

@@ -8,7 +8,7 @@ as `fitune train` does on a machine with several; a card that cannot hold the pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fitune import plan as plans
@@ -19,10 +19,12 @@ from fitune.errors import UserError
 from fitune.memory.constants import overheads
 from fitune.memory.shipped import CatalogConfig
 from fitune.plan import Plan
-from fitune.planner import costs, jobs, positions
-from fitune.planner.costs import Rental
+from fitune.planner import costs, jobs, make, positions
+from fitune.planner.context import config_of
+from fitune.planner.costs import CardAdvice
 from fitune.planner.jobs import Job
 from fitune.planner.ladder import AS_FAST
+from fitune.planner.target import capability
 from fitune.planner.whatif import changed
 from fitune.recipe import Recipe
 from fitune.units import format_bytes, from_gib
@@ -39,67 +41,6 @@ OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitun
 # adapters it is under 2 % of a step, so that its error hardly shows.
 EXCHANGE_SHARE = 0.7
 SEVERAL_ERROR = 1.2  # on the high end of a step's time with several cards, which nothing here was measured on
-
-
-@dataclass(frozen=True)
-class CardAdvice:
-    """What a card, or several of one kind, make of the job.
-
-    Attributes:
-        num_used: cards that get records; fewer than `num_gpus` where a step has fewer records than there are cards.
-        plan: of one card, with its share of the records; None where nothing fits.
-        needed_bytes, budget_bytes: of one card.
-        step, hours: seconds of a step, (low, expected, high) hours of the whole run; None where nothing fits.
-        rentals: where such cards are to be had, cheapest for this job first.
-        buy_price: of all of them when they came out, recalled; None: not sold by the card, or not known.
-        break_even_hours: of use after which buying has cost less than renting at the cheapest price; None: unknown.
-        notes: what a person should know of this card.
-    """
-
-    gpu: Gpu
-    num_gpus: int
-    num_used: int
-    plan: Plan | None
-    needed_bytes: int
-    budget_bytes: int
-    step: StepTime | None
-    hours: tuple[float, float, float] | None
-    rentals: tuple[Rental, ...] = ()
-    buy_price: float | None = None
-    break_even_hours: float | None = None
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def fits(self) -> bool:
-        return self.plan is not None
-
-    @property
-    def best(self) -> Rental | None:
-        return self.rentals[0] if self.rentals else None
-
-    @property
-    def jobs_to_break_even(self) -> float | None:
-        """Such jobs after which buying has cost less than renting."""
-        return self.break_even_hours / self.hours[1] if self.break_even_hours and self.hours else None
-
-    def as_dict(self) -> dict[str, Any]:
-        plan = self.plan
-        return {
-            "gpu": self.gpu.id, "name": self.gpu.name, "num_gpus": self.num_gpus, "num_used": self.num_used,
-            "fits": self.fits, "needed_bytes": self.needed_bytes, "budget_bytes": self.budget_bytes,
-            "plan": plan.with_(predicted={}, reasons=()).as_dict() if plan else None,
-            "step_s": self.step.step_s if self.step else None,
-            "tokens_per_s": self.step.tokens_per_s if self.step else None,
-            "tokens_per_s_low": self.step.tokens / self.step.high_s if self.step else None,
-            "tokens_per_s_high": self.step.tokens / self.step.low_s if self.step else None,
-            "basis": self.step.basis if self.step else None,
-            "verified": self.step.verified if self.step else None,
-            "hours_low": self.hours[0] if self.hours else None, "hours": self.hours[1] if self.hours else None,
-            "hours_high": self.hours[2] if self.hours else None,
-            "rentals": [rental.as_dict() for rental in self.rentals],
-            "buy_price_usd": self.buy_price, "break_even_hours": self.break_even_hours,
-            "break_even_jobs": self.jobs_to_break_even, "notes": list(self.notes),
-        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,7 +107,6 @@ def advise(
     Raises:
         UserError: unknown model, unreadable data, settings that contradict each other, a limit that is not positive.
     """
-    from fitune.planner import make
     from fitune.speed.shape import decoder_of
 
     for name, limit in (("--max-cost", max_cost), ("--max-hours", max_hours), ("--tokens", tokens)):
@@ -176,7 +116,7 @@ def advise(
     prices = prices or clouds.catalog_table()
     recipe = changed(recipe, {"gpu": None, "devices": None, "nproc": None})
     notes: list[str] = []
-    config = make.config_of(recipe, notes)
+    config = config_of(recipe, notes)
     seq_len, cut = positions.effective_seq_len(recipe, config)
     job = jobs.of(recipe, seq_len, tokens)
     notes += [note for note in (cut, positions.beyond_rotary(seq_len, config), *job.notes) if note]
@@ -184,7 +124,7 @@ def advise(
         tell("fitune has no traces of this model's step: they are made first, once, which takes minutes")
     cards = gpus.all_gpus() if among is None else tuple(among)
     made = _Plans(recipe, config, job, cards)
-    decoder = decoder_of(getattr(config, "shape", config))
+    decoder = decoder_of(config)
     rows = []
     for gpu in cards:
         if gpu.vendor in NOT_SUPPORTED:
@@ -240,7 +180,6 @@ class _Plans:
 
     def _plan(self, gpu: Gpu) -> PlanResult:
         from fitune import hardware
-        from fitune.planner import make
 
         recipe = self.recipe
         if recipe.precision == "auto" and gpu.bf16 and not _modern(gpu):
@@ -279,13 +218,8 @@ def _modern(gpu: Gpu) -> bool:
 
 def _room(gpu: Gpu) -> int:
     """What tensors may take there."""
-    extra = overheads("cuda", _capability(gpu))
+    extra = overheads("cuda", capability(gpu))
     return gpu.usable_bytes - extra.context_bytes - extra.workspace_bytes
-
-
-def _capability(gpu: Gpu) -> tuple[int, int] | None:
-    major, _, minor = gpu.compute_capability.partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 # ---- one row ---------------------------------------------------------------------------------------------------------
@@ -311,7 +245,7 @@ def _card(gpu: Gpu, count: int, result: PlanResult, job: Job, decoder: Any, pric
 
 def _needed(predicted: dict[str, Any], gpu: Gpu) -> int:
     """Tensors and workspaces at the highest peak, and the driver's context."""
-    return int(predicted["peak_allocated_bytes"]) + overheads("cuda", _capability(gpu)).context_bytes
+    return int(predicted["peak_allocated_bytes"]) + overheads("cuda", capability(gpu)).context_bytes
 
 
 def _quickest(result: PlanResult, gpu: Gpu, used: int, job: Job, decoder: Any) -> tuple[Plan, StepTime, int]:
@@ -371,9 +305,9 @@ def _unmeasured(basis: str) -> str:
 def exchange_s(plan: Plan, gpu: Gpu, num_used: int, decoder: Any) -> float:
     """Seconds in which cards add up their fp32 gradients: a ring sends each byte 2 (n - 1) / n times over a link.
     NVLink's figure is of both directions."""
-    from fitune.speed.work import Workload, _Counter
+    from fitune.speed.work import trained_params
 
-    num_bytes = 4 * _Counter(plan, decoder, Workload(1.0)).trained_params()
+    num_bytes = 4 * trained_params(plan, decoder)
     rate = max(gpu.link_bytes_per_s, (gpu.nvlink_gb_per_s or 0.0) * 1e9 / 2)
     return 2 * (num_used - 1) / num_used * num_bytes / (rate * EXCHANGE_SHARE)
 
@@ -396,10 +330,10 @@ def buy_price(gpu: Gpu, count: int) -> float | None:
 def card_notes(gpu: Gpu, count: int, used: int, ram: int = 0) -> tuple[str, ...]:
     """What a person should know before choosing this card."""
     notes = []
-    capability = _capability(gpu)
+    cuda = capability(gpu)
     if gpu.vendor == "AMD":
         notes.append("AMD: ROCm build of torch, not tested with fitune")
-    elif capability is not None and capability < OLDEST_OF_ALL_WHEELS:
+    elif cuda is not None and cuda < OLDEST_OF_ALL_WHEELS:
         notes.append("needs torch's CUDA 12.6 build, the last one for this card")
     if not _modern(gpu):
         notes.append("fp16 with loss scaling")

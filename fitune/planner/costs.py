@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fitune.catalog.clouds import Instance
 
 if TYPE_CHECKING:
-    from fitune.planner.advise import CardAdvice
+    from fitune.catalog.gpus import Gpu
+    from fitune.plan import Plan
+    from fitune.speed import StepTime
 
 ORDER = (
     "within the limits first; of these those with a firm price by what the job costs there, then those whose prices "
@@ -54,6 +56,67 @@ class Rental:
             "cost": list(self.cost) if self.cost else None,
             "cost_spot": list(self.cost_spot) if self.cost_spot else None, "firm": self.firm, "status": offer.status,
             "date": offer.date, "source": offer.source, "note": offer.note,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CardAdvice:
+    """What a card, or several of one kind, make of the job.
+
+    Attributes:
+        num_used: cards that get records; fewer than `num_gpus` where a step has fewer records than there are cards.
+        plan: of one card, with its share of the records; None where nothing fits.
+        needed_bytes, budget_bytes: of one card.
+        step, hours: seconds of a step, (low, expected, high) hours of the whole run; None where nothing fits.
+        rentals: where such cards are to be had, cheapest for this job first.
+        buy_price: of all of them when they came out, recalled; None: not sold by the card, or not known.
+        break_even_hours: of use after which buying has cost less than renting at the cheapest price; None: unknown.
+        notes: what a person should know of this card.
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    num_used: int
+    plan: Plan | None
+    needed_bytes: int
+    budget_bytes: int
+    step: StepTime | None
+    hours: tuple[float, float, float] | None
+    rentals: tuple[Rental, ...] = ()
+    buy_price: float | None = None
+    break_even_hours: float | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def best(self) -> Rental | None:
+        return self.rentals[0] if self.rentals else None
+
+    @property
+    def jobs_to_break_even(self) -> float | None:
+        """Such jobs after which buying has cost less than renting."""
+        return self.break_even_hours / self.hours[1] if self.break_even_hours and self.hours else None
+
+    def as_dict(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "gpu": self.gpu.id, "name": self.gpu.name, "num_gpus": self.num_gpus, "num_used": self.num_used,
+            "fits": self.fits, "needed_bytes": self.needed_bytes, "budget_bytes": self.budget_bytes,
+            "plan": plan.with_(predicted={}, reasons=()).as_dict() if plan else None,
+            "step_s": self.step.step_s if self.step else None,
+            "tokens_per_s": self.step.tokens_per_s if self.step else None,
+            "tokens_per_s_low": self.step.tokens / self.step.high_s if self.step else None,
+            "tokens_per_s_high": self.step.tokens / self.step.low_s if self.step else None,
+            "basis": self.step.basis if self.step else None,
+            "verified": self.step.verified if self.step else None,
+            "hours_low": self.hours[0] if self.hours else None, "hours": self.hours[1] if self.hours else None,
+            "hours_high": self.hours[2] if self.hours else None,
+            "rentals": [rental.as_dict() for rental in self.rentals],
+            "buy_price_usd": self.buy_price, "break_even_hours": self.break_even_hours,
+            "break_even_jobs": self.jobs_to_break_even, "notes": list(self.notes),
         }  # fmt: skip
 
 

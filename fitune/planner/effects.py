@@ -14,7 +14,8 @@ from fitune.memory.phases import needed_bytes
 from fitune.memory.shipped import CatalogConfig
 from fitune.memory.variant import variant_of
 from fitune.plan import Adapter, Plan
-from fitune.planner import make, predict
+from fitune.planner import phases, placement
+from fitune.planner.context import PlanContext
 from fitune.planner.techniques_list import ALL, Technique
 from fitune.recipe import QUANTISED_FORMATS
 
@@ -48,11 +49,11 @@ class Effect:
                 "source": t.source[1]}  # fmt: skip
 
 
-def effects(context: make.PlanContext, plan: Plan) -> list[Effect]:
+def effects(context: PlanContext, plan: Plan) -> list[Effect]:
     """Every technique of the list under a plan: those it uses by what they save, then the others by what they would.
 
     Raises:
-        UserError: as `predict.phases_of`.
+        UserError: as `phases.phases_of`.
     """
     job = _Job(context, plan)
     found = [effect for technique in ALL if (effect := _effect(job, technique)) is not None]
@@ -78,18 +79,18 @@ Answer = tuple[bool, int | None]
 class _Job:
     """A plan with what formulas need of it, and predictions of plans beside it."""
 
-    def __init__(self, context: make.PlanContext, plan: Plan):
+    def __init__(self, context: PlanContext, plan: Plan):
         self.context, self.plan = context, plan
         self.num_gpus = plan.world_size if plan.world_size > 1 else USUAL_GPUS
 
     @cached_property
     def prediction(self) -> Any:
-        return predict.phases_of(self.context, self.plan, briefly=True)
+        return phases.phases_of(self.context, self.plan, briefly=True)
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
         """Owner to bytes on the device at the step's peak (a brief prediction does not tell them apart)."""
-        return dict(predict.phases_of(self.context, self.plan).phase("step").device)
+        return dict(phases.phases_of(self.context, self.plan).phase("step").device)
 
     @cached_property
     def terms(self) -> Any:
@@ -97,18 +98,16 @@ class _Job:
 
     @cached_property
     def width(self) -> int:
-        return make.row_width(self.context, self.plan)
+        return self.context.row_width(self.plan)
 
     @cached_property
     def owners(self) -> dict[str, int]:
         """Bytes of weights, adapters or masters, and optimizer on the device; gradients beside them."""
-        return additive.resident(self.terms, self.plan) | {"gradients": additive.trained_bytes(self.terms)}
+        return additive.resident(self.terms, self.plan) | {"gradients": self.terms.trained_bytes}
 
-    @cached_property
+    @property
     def decoder(self) -> Any:
-        from fitune.speed.shape import decoder_of
-
-        return decoder_of(getattr(self.context.config, "shape", self.context.config))
+        return self.context.decoder
 
     @property
     def layer_params(self) -> int:
@@ -128,7 +127,7 @@ class _Job:
         if not _is_known(self.context.config, self.plan, other):
             return None
         try:
-            needs = needed_bytes(predict.phases_of(self.context, other, briefly=True).most)
+            needs = needed_bytes(phases.phases_of(self.context, other, briefly=True).most)
         except UserError:
             return None
         return needs - needed_bytes(self.prediction.most)
@@ -303,7 +302,7 @@ def _offload(job: _Job) -> Answer:
     plan = job.plan
     if not plan.recompute_layers or plan.device != "cuda":
         return False, None
-    saved = 2 * plan.micro_batch * job.width * job.decoder.hidden * plan.recompute_layers
+    saved = placement.input_bytes(plan, job.width, job.decoder.hidden)
     return job.either(plan.offload_inputs, {"offload_inputs": False}, {"offload_inputs": True}, saved)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fitune.plan import Plan, Reason
+from fitune.planner import placement
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.units import format_bytes
 
 if TYPE_CHECKING:
+    from fitune.planner.context import PlanContext
     from fitune.planner.ladder import Candidate
-    from fitune.planner.make import PlanContext
 
 
 def reasons(
@@ -143,9 +144,8 @@ def _inputs(context: PlanContext, chosen: Candidate) -> Reason | None:
     plan = chosen.plan
     if not plan.offload_inputs:
         return None
-    rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
-    each = rows * context.row_width(plan) * context.config.hidden_size * (4 if plan.precision == "fp32" else 2)
-    why = f"saves {format_bytes(plan.recompute_layers * each)} on the card; they are copied while layers compute"
+    saved = placement.input_bytes(plan, context.row_width(plan), context.config.hidden_size)
+    why = f"saves {format_bytes(saved)} on the card; they are copied while layers compute"
     return Reason("layer inputs", "pinned RAM", why)
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.catalog import models as catalog
-from fitune.memory import additive, host
+from fitune.memory import host
 from fitune.memory.replay import StepTerms
 from fitune.plan import Plan
 from fitune.planner import placement
 
 if TYPE_CHECKING:
-    from fitune.planner.make import PlanContext
+    from fitune.planner.context import PlanContext
 
 RANDOM = "random:"
 _MOMENT_BYTES = {"adamw": 8.0, "lion": 4.0, "adamw8bit": 2 + 8 / 256, "lion8bit": 1 + 4 / 256}
@@ -24,7 +24,7 @@ def of(context: PlanContext, plan: Plan, terms: StepTerms, row_width: int) -> ho
     config, name = context.config, context.recipe.model.strip()
     shape = catalog.find(name.removeprefix(RANDOM))
     num_parameters = shape.params_total if shape is not None else _count(config)
-    num_trained = num_parameters if plan.method == "full" else additive.trained_bytes(terms) // 4
+    num_trained = num_parameters if plan.method == "full" else terms.trained_bytes // 4
     width = host.WIDTHS.get(_stored_format(config), 2)
     compute = host.WIDTHS[plan.precision]
     linear = terms.largest_weight_bytes // compute
@@ -68,7 +68,7 @@ def _state_bytes(terms: StepTerms, plan: Plan, num_trained: int) -> int:
     kind = plan.optimizer.removeprefix("paged_")
     if plan.optimizer != kind and kind in _MOMENT_BYTES:
         return int(num_trained * _MOMENT_BYTES[kind])
-    return terms.other_state_bytes + sum(terms.layers[name].state_bytes for name in terms.kinds)
+    return terms.state_bytes
 
 
 def _download(name: str, file_bytes: int) -> int | None:

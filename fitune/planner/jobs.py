@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
 from fitune.plan import Plan
-from fitune.planner.make import DataFacts
+from fitune.planner import lengths as data_lengths
+from fitune.planner.lengths import DataFacts
 from fitune.recipe import Recipe
 
 if TYPE_CHECKING:
     from fitune.speed import Workload
 
-MOST_COUNTED = 5_000  # rows that are tokenised; of longer files the rest is taken to be like these
 UNIT_TOKENS = 1_000_000  # the job where neither data nor tokens are named: cost and time per million tokens
 # Tokens of a text whose tokenizer is not here. SmolLM2's tokenizer on the bundled demo set (2026-11-30, 17,920 tokens
 # of English): 3.8 characters a token, 4.3 tokens for the marks of a message. Vocabularies two to three times as large
@@ -91,7 +91,7 @@ class Job:
             return plan, Workload(plan.seq_len)
         if not plan.packing:
             if plan.micro_batch not in self._padded:
-                some = self.lengths[:: -(-len(self.lengths) // MOST_COUNTED)]
+                some = self.lengths[:: -(-len(self.lengths) // data_lengths.MOST_COUNTED)]
                 self._padded[plan.micro_batch] = mean * padding(some, plan.micro_batch, self.batch)
             return plan, Workload(self._padded[plan.micro_batch], self.target_share)
         per_step = plan.batch * mean
@@ -146,7 +146,7 @@ def of(recipe: Recipe, seq_len: int, tokens: float | None = None) -> Job:
     from fitune.data.readers import check_there, read
 
     check_there(recipe.data)
-    if not _is_local(recipe.data):
+    if not data_lengths.is_here(recipe.data):
         raise UserError(f"cannot measure {recipe.data}", "it is not a file of this machine; nothing is fetched here",
                         "give a file, or say how many tokens it has with --tokens")  # fmt: skip
     tokenizer = tokenizer_here(recipe)
@@ -160,14 +160,6 @@ def _from_tokens(recipe: Recipe, seq_len: int, tokens: float | None) -> Job:
     epochs = recipe.epochs or 1.0
     steps = recipe.steps or max(1, math.ceil(total * epochs / (recipe.batch * seq_len)))
     return Job(None, total, epochs, steps, recipe.batch, basis="unit" if tokens is None else "given")
-
-
-def _is_local(data: str) -> bool:
-    from pathlib import Path
-
-    from fitune.data.readers import DEMO
-
-    return data == DEMO or Path(data).expanduser().exists()
 
 
 def tokenizer_here(recipe: Recipe) -> Any:
@@ -191,10 +183,9 @@ def tokenizer_here(recipe: Recipe) -> Any:
 def _counted(recipe: Recipe, seq_len: int, tokenizer: Any, num_rows: int) -> Job:
     """With the model's tokenizer, by the code that training reads data with."""
     from fitune.data.dataset import load_dataset
-    from fitune.planner.lengths import facts_of
 
     assert recipe.data is not None
-    limit = MOST_COUNTED if num_rows > MOST_COUNTED else None
+    limit = data_lengths.MOST_COUNTED if num_rows > data_lengths.MOST_COUNTED else None
     data = load_dataset(
         recipe.data, tokenizer, eval_data=recipe.eval_data, eval_share=recipe.eval_share, columns=recipe.columns,
         seq_len=seq_len, loss_on=recipe.loss_on, seed=recipe.seed, hub=recipe.hub, limit=limit,
@@ -205,7 +196,7 @@ def _counted(recipe: Recipe, seq_len: int, tokenizer: Any, num_rows: int) -> Job
     return _job(
         recipe, lengths, times, targets / sum(lengths), sum(len(record) for record in data.eval) * times,
         "sampled" if limit else "counted", (0.9, 1.1) if limit else (1.0, 1.0),
-        facts_of(data.train, data.eval, recipe.batch, seq_len), data.notes,
+        data_lengths.facts_of(data.train, data.eval, recipe.batch, seq_len), data.notes,
     )  # fmt: skip
 
 
@@ -269,10 +260,8 @@ def _job(
     error: tuple[float, float], facts: DataFacts, notes: Sequence[str],
 ) -> Job:  # fmt: skip
     num_records = round(len(lengths) * times)
-    epochs = recipe.epochs or 1.0
-    steps_per_epoch = -(-num_records // recipe.batch)
-    steps = recipe.steps or max(1, math.ceil(steps_per_epoch * epochs))
+    epochs, steps = recipe.epochs or 1.0, recipe.num_steps(num_records)
     if recipe.steps:
-        epochs = recipe.steps / steps_per_epoch
+        epochs = recipe.steps / -(-num_records // recipe.batch)
     return Job(num_records, sum(lengths) * times, epochs, steps, recipe.batch, lengths, target_share, eval_tokens,
                basis, error, facts, tuple(notes))  # fmt: skip

@@ -2,7 +2,7 @@
 
 A `Search` looks at one draft: a plan whose base format and places (of weights, of layer inputs) are decided. It varies
 the micro-batch, how many layers recompute, and the loss chunk. Which drafts there are is `planner.placement`'s and
-`planner.make`'s.
+`planner.choose`'s.
 """
 
 from __future__ import annotations

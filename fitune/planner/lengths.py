@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fitune.errors import UserError
-from fitune.planner.make import DataFacts
 from fitune.recipe import Recipe
 
 if TYPE_CHECKING:
     from fitune.data.records import Record
+
+MOST_COUNTED = 5_000  # lengths that are kept, rows that are tokenised; the rest is taken to be like them
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the data says. Without it a plan assumes every record to be `seq_len` long."""
+
+    longest_tokens: int
+    packing_gain: float
+    most_step_tokens: int  # tokens of the largest step: a bound on what packed rows can hold together
+    total_tokens: int | None = None  # of all records
+    num_records: int | None = None  # that are trained on
+    lengths: tuple[int, ...] = ()  # of these, or of a sample
 
 
 def read(recipe: Recipe, seq_len: int) -> tuple[DataFacts | None, str | None]:
@@ -20,7 +34,7 @@ def read(recipe: Recipe, seq_len: int) -> tuple[DataFacts | None, str | None]:
         UserError: a data file that is not there or cannot be used.
     """
     from fitune.data.dataset import load_dataset
-    from fitune.data.readers import DEMO, check_there
+    from fitune.data.readers import check_there
     from fitune.model.source import resolve
 
     if recipe.data is None:
@@ -29,7 +43,7 @@ def read(recipe: Recipe, seq_len: int) -> tuple[DataFacts | None, str | None]:
     for file in files:
         check_there(file)
     assumed = f"every record is taken to be {seq_len} tokens long"
-    if any(not _is_here(file) and file != DEMO for file in files):
+    if any(not is_here(file) for file in files):
         return None, f"{recipe.data} is not fetched for a prediction: {assumed}"
     try:
         source = resolve(
@@ -48,7 +62,6 @@ def read(recipe: Recipe, seq_len: int) -> tuple[DataFacts | None, str | None]:
 def facts_of(train: Sequence[Record], evaluation: Sequence[Record], batch: int, seq_len: int) -> DataFacts:
     """What the planner needs to know of records that have been read."""
     from fitune.data.batches import packing_gain
-    from fitune.planner.jobs import MOST_COUNTED
 
     lengths = [len(record) for record in train]
     everything = lengths + [len(record) for record in evaluation]
@@ -62,7 +75,10 @@ def facts_of(train: Sequence[Record], evaluation: Sequence[Record], batch: int, 
     )
 
 
-def _is_here(file: str) -> bool:
+def is_here(file: str) -> bool:
+    """Whether data lies on this machine."""
     from pathlib import Path
 
-    return Path(file).expanduser().exists()
+    from fitune.data.readers import DEMO
+
+    return file == DEMO or Path(file).expanduser().exists()

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
-from fitune.memory.constants import HEADROOM, Overheads
 from fitune.plan import Plan
-from fitune.planner import ladder, positions
+from fitune.planner import choose, ladder
+from fitune.planner.context import PlanContext, config_of
+from fitune.planner.target import Target, capability, choose_target
+from fitune.recipe import QUANTISED_FORMATS
 from fitune.units import format_bytes, from_gib
 
 if TYPE_CHECKING:
     from fitune.catalog.gpus import Gpu
-    from fitune.planner.make import PlanContext
-    from fitune.planner.target import Target
 
 LENGTH_STEP = 128
 MOST_LENGTHS = 32  # lengths that the search for a shorter one tells apart: at most 6 plans
@@ -64,16 +64,10 @@ def fits_with(
         target, config: another card, another model.
         base_format: the only format to try.
     """
-    from fitune.planner import make
-
     try:
         recipe = context.recipe.with_(**({"seq_len": context.seq_len} | settings))
-        seq_len, _ = positions.effective_seq_len(recipe, config or context.config)
-        other = make.PlanContext(
-            recipe, target or context.target, config or context.config, seq_len, context.data,
-            tracers=context.tracers, machine=context.machine,
-        )  # fmt: skip
-        found = make.choose(other, [base_format] if base_format else make.base_formats(other))[1]
+        other = context.changed(recipe, target=target, config=config)
+        found, _ = choose.choose(other, [base_format] if base_format else choose.base_formats(other))
     except UserError:
         return None
     return found[0] if found else None
@@ -109,11 +103,8 @@ def _optimizer(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Of
     """The first of the lighter optimizers with which the job fits."""
     if context.recipe.optimizer not in ("auto", "adamw"):
         return None
-    from fitune.planner import make
-
-    terms = context.tracer(draft).terms(least.micro_batch, make.row_width(context, draft), least.loss_chunk)
-    state_bytes = terms.other_state_bytes + sum(terms.layers[kind].state_bytes for kind in terms.kinds)
-    if least.peak_bytes - state_bytes > context.limit_bytes:
+    terms = context.tracer(draft).terms(least.micro_batch, context.row_width(draft), least.loss_chunk)
+    if least.peak_bytes - terms.state_bytes > context.limit_bytes:
         return None  # not even without any state
     for name, what in LIGHT_OPTIMIZERS.items():
         if name.startswith("paged_") and context.target.device != "cuda":
@@ -147,7 +138,7 @@ def _cap(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | 
     target = context.target
     if target.budget_reason not in ("--vram", "--ram"):
         return None
-    size = -(-_budget_for(least.peak_bytes, target.overheads) * 10 // from_gib(1)) / 10
+    size = -(-context.changed(context.recipe).budget_for(least.peak_bytes) * 10 // from_gib(1)) / 10
     if from_gib(size) > target.room_bytes:
         return None
     name = target.budget_reason.removeprefix("--")
@@ -156,18 +147,12 @@ def _cap(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | 
     return _offer(f"a higher limit: --{name} {size:g}", {name: size}, found) if found else None
 
 
-def _budget_for(tensor_bytes: int, extra: Overheads) -> int:
-    """The budget in which so many bytes of tensors fit (see `PlanContext.limit_bytes`)."""
-    return int((tensor_bytes + extra.context_bytes + extra.workspace_bytes) / (1 - HEADROOM)) + 1
-
-
 def _card(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | None:
     """The smallest NVIDIA card of the catalog with enough memory (prices come with the search for hardware). Cards to
     put into a PC or to rent come first; a laptop's or a module with memory shared with its processor only when no
     other is large enough."""
     from fitune import hardware
     from fitune.catalog import gpus
-    from fitune.planner.target import choose_target
 
     if context.target.device != "cuda":
         return None
@@ -177,22 +162,21 @@ def _card(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer |
     for gpu in sorted(larger, key=lambda g: (_built_in(g), g.usable_bytes, g.launch_price_usd or 1e9)):
         setting = {"gpu": gpu.id, **away}
         target = choose_target(context.recipe.with_(**setting), hardware.virtual(gpu))
-        if target.budget_bytes < _budget_for(least.peak_bytes, target.overheads):
+        if target.budget_bytes < context.changed(context.recipe, target=target).budget_for(least.peak_bytes):
             continue
-        if fits_with(context, setting, target=target, base_format=_same_format(context, draft)) is not None:
+        if fits_with(context, setting, target=target, base_format=_same_format(draft)) is not None:
             return _offer(f"a card with more memory: {gpu.name} ({format_bytes(gpu.usable_bytes)})", setting, least)
     return None
 
 
-def _same_format(context: PlanContext, draft: Plan) -> str | None:
+def _same_format(draft: Plan) -> str | None:
     """The format to plan a card for: a quantised one is the same on every card, a wide one is the card's own."""
-    return draft.base_format if draft.base_format in ("nf4", "fp4", "int8") else None
+    return draft.base_format if draft.base_format in QUANTISED_FORMATS else None
 
 
 def _can_replace(gpu: Gpu, target: Target) -> bool:
     """An NVIDIA card that torch still runs on, with the kernels of the card that was planned for."""
-    major, _, minor = gpu.compute_capability.partition(".")
-    recent = gpu.vendor == "NVIDIA" and (int(major), int(minor)) >= OLDEST_CAPABILITY
+    recent = gpu.vendor == "NVIDIA" and (capability(gpu) or (0, 0)) >= OLDEST_CAPABILITY
     return recent and (gpu.flash_attention or not target.flash)
 
 
@@ -203,7 +187,6 @@ def _built_in(gpu: Gpu) -> bool:
 def _smaller_model(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer | None:
     """The largest smaller model of the same family in the catalog that fits."""
     from fitune.catalog import models
-    from fitune.planner import make
 
     shape = models.find(context.recipe.model)
     if shape is None:
@@ -214,8 +197,8 @@ def _smaller_model(context: PlanContext, draft: Plan, least: ladder.Candidate) -
     smaller = [m for m in relatives if m.params_total < min(shape.params_total, most)]
     for model in sorted(smaller, key=lambda m: -m.params_total)[:2]:
         setting = {"model": model.id}
-        config = make.config_of(context.recipe.with_(**setting), [])
-        found = fits_with(context, setting, config=config, base_format=_same_format(context, draft))
+        config = config_of(context.recipe.with_(**setting), [])
+        found = fits_with(context, setting, config=config, base_format=_same_format(draft))
         if found is not None:
             return _offer(f"a smaller model of the same family: {model.id}", setting, found)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,11 +49,11 @@ def _device_changes(plan: Plan, phase: str) -> Iterator[Change]:
         more = half if plan.recompute_layers < half else plan.num_layers
         yield {"recompute_layers": more}, f"recomputed layers {plan.recompute_layers} -> {more}"
     on_gpu = plan.device != "cpu"
-    if phase == "step" and on_gpu and _value(plan, "offload_inputs") is False:
+    if phase == "step" and on_gpu and not plan.offload_inputs:
         yield {"offload_inputs": True}, "inputs of recomputed layers kept in host RAM"
     if phase != "load" and plan.loss_chunk > SMALLEST_CHUNK:
         yield {"loss_chunk": SMALLEST_CHUNK}, f"loss chunk {plan.loss_chunk} -> {SMALLEST_CHUNK} tokens"
-    if on_gpu and plan.method == "lora" and _value(plan, "stream_from") is not None:
+    if on_gpu and plan.method == "lora":
         yield from _stream_more(plan)
 
 
@@ -72,15 +71,9 @@ def _stream_more(plan: Plan) -> Iterator[Change]:
 
 
 def _host_changes(plan: Plan, where: str) -> Iterator[Change]:
-    source = _value(plan, "stream_from")
-    if source == "pinned":
+    if plan.stream_from == "pinned":
         yield {"stream_from": "pageable"}, "frozen weights in pageable instead of pinned RAM"
-    if _value(plan, "offload_inputs") is True:
+    if plan.offload_inputs:
         yield {"offload_inputs": False}, "inputs of recomputed layers stay on the GPU"
-    if where == "host" and source == "pageable":
+    if where == "host" and plan.stream_from == "pageable":
         yield {"stream_from": "disk"}, "frozen weights are read from disk"
-
-
-def _value(plan: Plan, name: str) -> Any:
-    """A field that plans of some versions do not have."""
-    return getattr(plan, name) if name in {f.name for f in dataclasses.fields(plan)} else None

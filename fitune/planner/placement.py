@@ -11,17 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fitune.memory.events import Event
+from fitune.memory.events import Event, rounded
 from fitune.memory.host import PROCESS_BYTES
+from fitune.memory.pieces import STREAMED
 from fitune.memory.replay import LayerParts, Part, PassParts, StepTerms
+from fitune.memory.terms import together
 from fitune.plan import Plan
 from fitune.planner.ladder import TermsOf
 
 if TYPE_CHECKING:
     from fitune.memory.sequence import Script
-    from fitune.planner.make import PlanContext
+    from fitune.planner.context import PlanContext
 
-GRANULE = 512  # of the ring's buffers and of the tensors in them (fitune.engine.ring, fitune.model.streamed)
 LEVELS = (0.0, 0.25, 0.5, 0.75)  # shares of the layers whose weights stay on the card
 
 
@@ -71,7 +72,8 @@ def terms_of(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
         terms = of_resident(rows, columns, chunk)
         room = terms.first_pass.first.stash.delta_bytes
         if draft.accumulation_order == "layer-major":
-            terms = layer_major(terms, -(-num_rows // rows))
+            both = together(terms.first_pass, terms.later_pass, -(-num_rows // rows))
+            terms = replace(terms, first_pass=both, later_pass=both)
         if draft.offload_inputs:
             terms = offloaded(terms, room)
         return streamed(terms, draft)
@@ -89,8 +91,8 @@ def streamed(terms: StepTerms, plan: Plan) -> StepTerms:
         layer = terms.layers[kind]
         return layer.weight_bytes - layer.trained_bytes
 
-    kinds = tuple(f"{kind}, streamed" if i in indices else kind for i, kind in enumerate(terms.kinds))
-    renamed = {f"{kind}, streamed": kind for i, kind in enumerate(terms.kinds) if i in indices}
+    kinds = tuple(kind + STREAMED if i in indices else kind for i, kind in enumerate(terms.kinds))
+    renamed = {kind + STREAMED: kind for i, kind in enumerate(terms.kinds) if i in indices}
     layers = dict(terms.layers) | {
         name: replace(terms.layers[kind], weight_bytes=terms.layers[kind].trained_bytes)
         for name, kind in renamed.items()
@@ -100,7 +102,7 @@ def streamed(terms: StepTerms, plan: Plan) -> StepTerms:
         extra = {name: parts.kinds[kind] for name, kind in renamed.items() if kind in parts.kinds}
         return replace(parts, kinds=parts.kinds | extra)
 
-    buffer = -(-max(frozen(kind) for kind in renamed.values()) // GRANULE) * GRANULE
+    buffer = rounded(max(frozen(kind) for kind in renamed.values()))
     return replace(
         terms, kinds=kinds, layers=layers, first_pass=known(terms.first_pass), later_pass=known(terms.later_pass),
         other_weight_bytes=terms.other_weight_bytes + plan.ring_buffers * buffer,
@@ -163,7 +165,7 @@ def _without_inputs(events: Iterable[Event]) -> Iterator[Event]:
 
 def streamed_bytes(terms: StepTerms, plan: Plan) -> int:
     """Frozen weights that wait outside. `terms`: of the same model, streamed or not."""
-    kinds = [terms.kinds[i].removesuffix(", streamed") for i in plan.streamed_layers()]
+    kinds = [terms.kinds[i].removesuffix(STREAMED) for i in plan.streamed_layers()]
     return sum(terms.layers[kind].weight_bytes - terms.layers[kind].trained_bytes for kind in kinds)
 
 
@@ -185,48 +187,25 @@ def offloaded(terms: StepTerms, input_bytes: int) -> StepTerms:
     return replace(terms, first_pass=changed(terms.first_pass), later_pass=changed(terms.later_pass))
 
 
-def layer_major(terms: StepTerms, num_micro_batches: int) -> StepTerms:
-    """All micro-batches through a layer before the next: what one leaves behind is there as often, and only the first
-    of them meets no gradients."""
-    first, later = terms.first_pass, terms.later_pass
-    count = num_micro_batches
-
-    def both(one: Part, other: Part) -> Part:
-        """`one`, then `other` for each further micro-batch."""
-        if count == 1:
-            return one
-        further = other.peak_bytes + max(0, (count - 2) * other.delta_bytes)
-        return Part(max(one.peak_bytes, one.delta_bytes + further), one.delta_bytes + (count - 1) * other.delta_bytes)
-
-    def layer(a: LayerParts, b: LayerParts) -> LayerParts:
-        return LayerParts(
-            both(a.stash, b.stash),
-            (both(a.recompute[0], b.recompute[0]), both(a.recompute[1], b.recompute[1])),
-            (both(a.keep[0], b.keep[0]), both(a.keep[1], b.keep[1])),
-        )
-
-    together = PassParts(
-        embed=both(first.embed, first.embed),
-        first=layer(first.first, later.first),
-        kinds={kind: layer(parts, later.kinds[kind]) for kind, parts in first.kinds.items()},
-        tail_after_recompute=both(first.tail_after_recompute, later.tail_after_recompute),
-        tail_after_keep=both(first.tail_after_keep, later.tail_after_keep),
-        embed_backward=both(first.embed_backward, later.embed_backward),
-    )
-    return replace(terms, first_pass=together, later_pass=together)
-
-
 # ---- what they need of the host --------------------------------------------------------------------------------------
+
+
+def input_bytes(plan: Plan, width: int, hidden_size: int) -> int:
+    """Saved inputs of a plan's recomputed layers, at rows of `width` tokens."""
+    rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
+    return plan.recompute_layers * rows * width * hidden_size * _element_bytes(plan)
+
+
+def _element_bytes(plan: Plan) -> int:
+    return 4 if plan.precision == "fp32" else 2
 
 
 def settled(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> Plan | None:
     """The plan with its weights in the fastest place of the host that has room for them: pinned RAM, pageable RAM,
     the disk. None where not even what has to be in RAM has room."""
     target, config = context.target, context.config
-    element = {"fp32": 4}.get(plan.precision, 2)
-    rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
-    inputs = plan.recompute_layers * rows * width * config.hidden_size * element if plan.offload_inputs else 0
-    table = config.vocab_size * config.hidden_size * element if plan.embedding_place == "host" else 0
+    inputs = input_bytes(plan, width, config.hidden_size) if plan.offload_inputs else 0
+    table = config.vocab_size * config.hidden_size * _element_bytes(plan) if plan.embedding_place == "host" else 0
     always = PROCESS_BYTES["linux", "cuda"] + table + inputs
     weights = streamed_bytes(terms, plan)
     if always > target.ram_bytes or inputs > target.pinned_bytes:

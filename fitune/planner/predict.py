@@ -13,22 +13,17 @@ from typing import TYPE_CHECKING, Any
 from fitune.errors import UserError
 from fitune.memory.accuracy import interval
 from fitune.memory.phases import SLACK, Prediction, needed_bytes
-from fitune.memory.phases import predict as predict_phases
 from fitune.plan import Plan
-from fitune.planner import facts as model_facts
-from fitune.planner import lengths, make, placement, positions, techniques
-from fitune.planner.notch import next_notch
-from fitune.planner.result import PlanResult
-from fitune.planner.target import choose_target
+from fitune.planner import choose, make, techniques
+from fitune.planner.context import PlanContext, open_context
+from fitune.planner.phases import phases_of, predicted_of
 from fitune.recipe import Recipe
 
 if TYPE_CHECKING:
     from fitune.hardware import Machine
-    from fitune.speed import JobTime, StepTime
 
 # What a person may have fixed and the planner would choose, and what it would choose from.
 LEFT_OPEN: dict[str, Any] = {"micro_batch": None, "recompute": "auto", "loss_chunk": None}
-STAYS_ON_CARD = frozenset({"offload_inputs", "stream_from", "resident_layers", "head_place"})  # notches not taken here
 ALSO_OPEN: dict[str, Any] = {"method": "auto", "base_format": "auto", "optimizer": "auto", "precision": "auto"}
 
 
@@ -81,13 +76,11 @@ def predict(recipe: Recipe, machine: Machine | None = None, *, config: Any = Non
     Raises:
         UserError: unknown model or card, contradictory or impossible settings.
     """
-    notes: list[str] = []
-    machine = machine or make.find_machine(recipe, notes)
-    context = open_context(recipe, machine, config, notes)
+    context = open_context(recipe, machine, config=config, reads_data=True)
     plan, prediction = as_given(context)
     needed = needed_bytes(prediction.most)
     fits = needed <= context.target.budget_bytes
-    fitting, nearest = (None, ()) if fits else plan_that_fits(context, machine)
+    fitting, nearest = (None, ()) if fits else plan_that_fits(context)
     return PredictResult(
         fits=fits,
         plan=plan.with_(predicted=predicted_of(context, prediction)),
@@ -95,110 +88,34 @@ def predict(recipe: Recipe, machine: Machine | None = None, *, config: Any = Non
         needed_bytes=needed,
         interval=interval(prediction.most, context.target.overheads).as_dict(),
         breakdown=breakdown(prediction),
-        techniques=techniques.tried(context, plan, needed),
+        techniques=_tried(context, plan, needed),
         fitting=fitting,
         nearest_fits=nearest,
         notes=(*context.notes, *prediction.notes),
     )
 
 
-def open_context(
-    recipe: Recipe, machine: Machine, config: Any = None, notes: list[str] | None = None
-) -> make.PlanContext:
-    """Budget and model of a recipe. `notes` are added to."""
-    notes = [] if notes is None else notes
-    target = choose_target(recipe, machine)
-    if machine.assumptions:
-        notes.insert(0, machine.assumptions)
-    notes += target.notes
-    if config is None:
-        config = make.config_of(recipe, notes)
-    seq_len, cut = positions.effective_seq_len(recipe, config)
-    data, unread = lengths.read(recipe, seq_len)
-    longest = seq_len if data is None else min(seq_len, data.longest_tokens)
-    notes += [note for note in (cut, positions.beyond_rotary(longest, config), unread) if note]
-    return make.PlanContext(recipe, target, config, seq_len, data, notes, machine=machine)
-
-
-def as_given(context: make.PlanContext, *, briefly: bool = False) -> tuple[Plan, Prediction]:
+def as_given(context: PlanContext, *, briefly: bool = False) -> tuple[Plan, Prediction]:
     """The recipe as a plan, and its phases; `briefly` only those of loading and stepping.
 
     Raises:
         UserError: settings that contradict each other or the device; more layers to recompute than there are.
     """
     recipe = context.recipe
-    draft = make._draft(context, make.base_formats(context)[0]).with_(packing=bool(recipe.packing))
-    fixed = make.search(context, draft).recompute
-    rows = recipe.micro_batch or make.num_rows(context, draft)
+    draft = choose.draft_of(context, choose.base_formats(context)[0]).with_(packing=bool(recipe.packing))
+    fixed = choose.search(context, draft).recompute
+    rows = recipe.micro_batch or context.num_rows(draft)
     plan = draft.with_(micro_batch=rows, recompute_layers=fixed or 0)
     return plan, phases_of(context, plan, briefly=briefly)
 
 
-def phases_of(context: make.PlanContext, plan: Plan, *, briefly: bool = False) -> Prediction:
-    """Every phase of a plan for a context's model and machine; `briefly` only those of loading and stepping."""
-    width = make.row_width(context, plan)
-    terms = placement.terms_of(context, plan, make.num_rows(context, plan))(plan.micro_batch, width, plan.loss_chunk)
-    facts = model_facts.of(context, plan, terms, width)
-    script = placement.script_of(context, plan)
-    return predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
+def _tried(context: PlanContext, plan: Plan, needed: int) -> tuple[dict[str, Any], ...]:
+    """Every change that can be made to a recipe of fitune's; see `techniques.ranked`."""
 
+    def needs(recipe: Recipe) -> int:
+        return needed_bytes(as_given(context.changed(recipe), briefly=True)[1].most)
 
-def predicted_of(context: make.PlanContext, prediction: Prediction) -> dict[str, Any]:
-    """The `predicted` object of a plan, with the time of its step."""
-    return prediction.as_dict() | times_of(context, prediction.plan)
-
-
-def times_of(context: make.PlanContext, plan: Plan) -> dict[str, Any]:
-    """Seconds of a step, tokens a second and seconds of the run, each with low and high: None where nothing is known of
-    the card; the run's also where no data was read."""
-    time = step_time(context, plan)
-    known = time.basis != "unknown"
-    run = _run_time(context, plan) if known else None
-    return {
-        "step_s": time.step_s if known else None,
-        "step_low_s": time.low_s if known else None,
-        "step_high_s": time.high_s if known else None,
-        "step_basis": time.basis,
-        "tokens_per_s": time.tokens_per_s if known else None,
-        "tokens_per_s_low": time.tokens / time.high_s if known else None,
-        "tokens_per_s_high": time.tokens / time.low_s if known else None,
-        "run_s": run.seconds if run else None,
-        "run_low_s": run.low_s if run else None,
-        "run_high_s": run.high_s if run else None,
-    }
-
-
-def _run_time(context: make.PlanContext, plan: Plan) -> JobTime | None:
-    """Of all steps, at the data's own lengths."""
-    from fitune import speed
-    from fitune.planner.jobs import Job
-
-    recipe, data = context.recipe, context.data
-    if data is None or data.num_records is None or not data.lengths:
-        return None
-    epochs = recipe.epochs or 1
-    steps = recipe.steps or max(1, int(epochs * -(-data.num_records // recipe.batch)))
-    tokens = data.num_records * sum(data.lengths) / len(data.lengths)
-    job = Job(data.num_records, tokens, epochs, steps, recipe.batch, data.lengths)
-    mean_plan, workload = job.workload(plan)
-    return speed.job_time(context.step_time(mean_plan, workload), steps)
-
-
-def step_time(context: make.PlanContext, plan: Plan) -> StepTime:
-    """Seconds of one optimizer step of rows as wide as the widest."""
-    return context.step_time(plan)
-
-
-def with_phases(context: make.PlanContext, result: PlanResult, prediction: Prediction | None = None) -> PlanResult:
-    """A plan's result with every phase predicted, what the allocator reserves, and the time of a step.
-
-    Args:
-        prediction: of the result's plan, where it was made already.
-    """
-    if prediction is None:
-        prediction = phases_of(context, result.plan)
-    predicted = predicted_of(context, prediction)
-    return dataclasses.replace(result, plan=result.plan.with_(predicted=predicted), predicted=predicted)
+    return techniques.ranked(context, techniques.changes(context, plan), needed, needs)
 
 
 def timeline_of(prediction: Prediction) -> tuple[dict[str, Any], ...]:
@@ -227,9 +144,7 @@ def breakdown(prediction: Prediction) -> tuple[dict[str, Any], ...]:
     )
 
 
-def plan_that_fits(
-    context: make.PlanContext, machine: Machine
-) -> tuple[dict[str, Any] | None, tuple[dict[str, Any], ...]]:
+def plan_that_fits(context: PlanContext) -> tuple[dict[str, Any] | None, tuple[dict[str, Any], ...]]:
     """The plan that `fitune plan` would find with what this recipe fixed left open: first with the recipe's own method,
     then with any; else what the planner says would fit."""
     nearest: tuple[dict[str, Any], ...] = ()
@@ -238,25 +153,10 @@ def plan_that_fits(
             recipe = context.recipe.with_(**away)
             if recipe == context.recipe.with_(**LEFT_OPEN) and away is not LEFT_OPEN:
                 break  # the recipe's own method is any
-            found: PlanResult = make.make_plan(recipe, machine, config=context.config, data=context.data)
+            found = make.make_plan(recipe, context.machine, config=context.config, data=context.data, detailed=True)
         except UserError:
             continue  # the other method contradicts what the recipe fixes besides
+        if found.fits:
+            return {"plan": found.plan.with_(predicted={}, reasons=()).as_dict(), "predicted": found.predicted}, ()
         nearest = found.nearest_fits
-        prediction = _down_to_budget(dataclasses.replace(context, recipe=recipe), found.plan) if found.fits else None
-        if prediction is not None:
-            plan = prediction.plan.with_(predicted={}, reasons=())
-            return {"plan": plan.as_dict(), "predicted": predicted_of(context, prediction)}, ()
     return None, nearest
-
-
-def _down_to_budget(context: make.PlanContext, plan: Plan) -> Prediction | None:
-    """The plan's prediction; where the allocator would hold more than the planner left room for, that of the first
-    notch below it that fits. None where none does."""
-    prediction = phases_of(context, plan)
-    while needed_bytes(prediction.most) > context.target.budget_bytes:
-        smaller = next_notch(plan, fixed=STAYS_ON_CARD)
-        if smaller is None:
-            return None
-        plan = smaller[0]
-        prediction = phases_of(context, plan)
-    return prediction

@@ -6,11 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from fitune.memory.phases import FIELDS, NAMES
 from fitune.memory.replay import Peaks
 from fitune.plan import Plan, Reason
-
-PHASES = ("load", "first_step", "step", "eval", "save", "merge", "resume")
-FIELDS = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes", "pinned_bytes", "disk_bytes")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def predicted_dict(peaks: Peaks, workspace_bytes: int) -> dict[str, Any]:
         "save": peaks.save, "merge": None, "resume": peaks.save,
     }  # fmt: skip
     phases = {}
-    for phase in PHASES:
+    for phase in NAMES:
         values = dict.fromkeys(FIELDS)
         tensors = allocated[phase]
         if tensors is not None:

@@ -12,9 +12,10 @@ from fitune.memory import stacks
 from fitune.memory.phases import FIELDS, NAMES, SLACK
 from fitune.memory.stacks import StackPrediction, StackSettings, StackShape
 from fitune.plan import Plan
-from fitune.planner import make, techniques
+from fitune.planner import choose, techniques
+from fitune.planner.context import PlanContext, open_context
 from fitune.planner.facts import RANDOM
-from fitune.planner.predict import PredictResult, open_context, plan_that_fits
+from fitune.planner.predict import PredictResult, plan_that_fits
 from fitune.recipe import Recipe
 from fitune.units import GIB
 
@@ -35,16 +36,14 @@ def predict(recipe: Recipe, stack: str, machine: Machine | None = None, *, confi
     if stack not in stacks.STACKS:
         raise UserError(f"there is no stack {stack!r}", "its memory is not modelled",
                         f"one of: {', '.join(stacks.STACKS)}")  # fmt: skip
-    notes: list[str] = []
-    machine = machine or make.find_machine(recipe, notes)
-    context = open_context(recipe, machine, config, notes)
+    context = open_context(recipe, machine, config=config, reads_data=True)
     if context.target.device != "cuda":
         raise UserError(f"cannot predict {stack} on the CPU", "other tools are modelled on NVIDIA cards only",
                         "name a card with --gpu, or leave --stack out")  # fmt: skip
     settings, prediction = _predicted(context, context.recipe, stack)
     needed = prediction.peak_bytes
     fits = needed <= context.target.budget_bytes
-    fitting, nearest = (None, ()) if fits else plan_that_fits(context, machine)
+    fitting, nearest = (None, ()) if fits else plan_that_fits(context)
     plan = _as_plan(context, settings)
     return PredictResult(
         fits=fits,
@@ -64,23 +63,23 @@ def predict(recipe: Recipe, stack: str, machine: Machine | None = None, *, confi
     )  # fmt: skip
 
 
-def _predicted(context: make.PlanContext, recipe: Recipe, stack: str) -> tuple[StackSettings, StackPrediction]:
+def _predicted(context: PlanContext, recipe: Recipe, stack: str) -> tuple[StackSettings, StackPrediction]:
     card_gib = context.target.budget_bytes / GIB
     settings = stacks.from_recipe(recipe, _shape(context), stack, metric=METRIC, card_gib=card_gib)
     return settings, stacks.predict(settings, stack)
 
 
-def _shape(context: make.PlanContext) -> ModelShape | StackShape:
+def _shape(context: PlanContext) -> ModelShape | StackShape:
     """The catalog's row, or the sizes that a configuration names."""
     name = context.recipe.model.strip()
     return catalog.find(name.removeprefix(RANDOM)) or stacks.from_config(context.config, name)
 
 
-def _as_plan(context: make.PlanContext, settings: StackSettings) -> Plan:
+def _as_plan(context: PlanContext, settings: StackSettings) -> Plan:
     """The recipe as a plan of ours, as far as the two have the same words; the tool's own are in `stack_settings`."""
     recipe = context.recipe
     name = {"qlora": "nf4", "qlora8": "int8"}.get(settings.method)
-    draft = make._draft(context, name or make.wide_format(context))
+    draft = choose.draft_of(context, name or choose.wide_format(context))
     if settings.base_dtype.startswith("fp32"):
         draft = draft.with_(base_format="fp32")  # as the tool stores it, whatever it computes in
     layers = draft.num_layers if settings.checkpointing != "no" else 0
@@ -135,7 +134,7 @@ def _as_predicted(prediction: StackPrediction) -> dict[str, Any]:
 
 
 def _techniques(
-    context: make.PlanContext, stack: str, plan: Plan, settings: StackSettings, needed: int
+    context: PlanContext, stack: str, plan: Plan, settings: StackSettings, needed: int
 ) -> tuple[dict[str, Any], ...]:
     """The changes of `planner.techniques` that the tool knows too, and its own: a chunked loss."""
     changes = [c for c in techniques.changes(context, plan) if "loss_chunk" not in c[1]]

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from fitune.catalog.gpus import Gpu
 from fitune.errors import UserError
 from fitune.hardware import Device, Machine, torch_build
 from fitune.hardware.calibration import Calibration, for_planning
@@ -111,7 +112,7 @@ def _on_card(recipe: Recipe, device: Device, machine: Machine, notes: list[str])
         ram = min(ram, asked)
     own = None if virtual else _calibration(device, notes)
     return Target(
-        "cuda", device.name, budget, reason, _capability(device), device.bf16, device.flash_attention, tuple(notes),
+        "cuda", device.name, budget, reason, capability(device), device.bf16, device.flash_attention, tuple(notes),
         room_bytes=room, card_bytes=device.usable_bytes, index=device.index, calibration=own,
         ram_bytes=ram, pinned_bytes=min(ram, machine.pinned_limit_bytes), disk_bytes=machine.disk_free_bytes,
     )  # fmt: skip
@@ -133,7 +134,8 @@ def _by_index(wanted: str, machine: Machine) -> Device:
     raise UserError(f"no GPU {wanted}", f"the GPUs here are {there}", "use one index, such as --devices 0")
 
 
-def _capability(device: Device) -> tuple[int, int] | None:
+def capability(device: Device | Gpu) -> tuple[int, int] | None:
+    """CUDA compute capability; None for other makers' cards."""
     major, _, minor = device.compute_capability.partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 

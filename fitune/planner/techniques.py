@@ -6,29 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
-from fitune.memory.phases import needed_bytes
 from fitune.plan import Plan
 from fitune.recipe import QUANTISED_FORMATS, Recipe
 
 if TYPE_CHECKING:
-    from fitune.planner.make import PlanContext
+    from fitune.planner.context import PlanContext
 
 WORTH_SAYING = 0.002  # a change that takes off less than this share of the peak takes off nothing
 
 Change = tuple[str, dict[str, Any], bool]
 """(what a person would call it, recipe settings, whether the mathematics stays the same)."""
-
-
-def tried(context: PlanContext, plan: Plan, needed: int) -> tuple[dict[str, Any], ...]:
-    """Every change that can be made to a recipe of fitune's; see `ranked`."""
-    from fitune.planner import make, positions, predict
-
-    def needs(recipe: Recipe) -> int:
-        seq_len, _ = positions.effective_seq_len(recipe, context.config)
-        other = make.PlanContext(recipe, context.target, context.config, seq_len, context.data, tracers=context.tracers)
-        return needed_bytes(predict.as_given(other, briefly=True)[1].most)
-
-    return ranked(context, changes(context, plan), needed, needs)
 
 
 def ranked(

@@ -15,7 +15,7 @@ from fitune.errors import UserError
 from fitune.memory import shipped
 from fitune.plan import Plan
 from fitune.planner import ladder, make, nofit, positions
-from fitune.planner.target import choose_target
+from fitune.planner.context import PlanContext, open_context
 from fitune.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -132,25 +132,11 @@ def limits(recipe: Recipe, machine: Machine | None = None) -> list[Limit]:
     Raises:
         UserError: as `make_plan`.
     """
-    context = context_of(recipe, machine)
+    context = open_context(recipe, machine)
     return [_longest(context), _most_rows(context), _largest_model(context)]
 
 
-def context_of(recipe: Recipe, machine: Machine | None = None) -> make.PlanContext:
-    """What `make_plan` plans from, without data.
-
-    Raises:
-        UserError: as `make_plan`.
-    """
-    notes: list[str] = []
-    machine = machine or make.find_machine(recipe, notes)
-    target = choose_target(recipe, machine)
-    config = make.config_of(recipe, notes)
-    seq_len, _ = positions.effective_seq_len(recipe, config)
-    return make.PlanContext(recipe, target, config, seq_len, None, notes)
-
-
-def _fitting(context: make.PlanContext, changes: dict[str, Any], config: Any = None) -> ladder.Candidate | None:
+def _fitting(context: PlanContext, changes: dict[str, Any], config: Any = None) -> ladder.Candidate | None:
     """The best that fits under a change; None when nothing does."""
     return nofit.fits_with(context, changes, config=config)
 
@@ -185,7 +171,7 @@ def _limit(what: str, value: int, found: ladder.Candidate | None, end: int) -> L
     return Limit(what, value, found.plan, found.peak_bytes, value >= end)
 
 
-def _longest(context: make.PlanContext) -> Limit:
+def _longest(context: PlanContext) -> Limit:
     end = MOST_TOKENS
     if not getattr(context.config, "rope_parameters", None):  # learned positions end where they end
         end = min(end, positions.num_positions(context.config) or end)
@@ -193,14 +179,14 @@ def _longest(context: make.PlanContext) -> Limit:
     return _limit("seq_len", tokens, found, end)
 
 
-def _most_rows(context: make.PlanContext) -> Limit:
+def _most_rows(context: PlanContext) -> Limit:
     rows, found = _most(
         lambda n: _fitting(context, {"micro_batch": n, "batch": max(n, context.recipe.batch)}), 1, MOST_ROWS
     )
     return _limit("micro_batch", rows, found, MOST_ROWS)
 
 
-def _largest_model(context: make.PlanContext) -> Limit:
+def _largest_model(context: PlanContext) -> Limit:
     """Of the models whose steps ship as traces: others would have to be traced first, which takes minutes."""
     own = _fitting(context, {})
     shapes = sorted((s for s in catalog.all_models() if not s.moe), key=lambda s: s.params_total)

@@ -95,8 +95,9 @@ FITTED = Fitted(
 # fitted: end
 
 HOST_FACTORS = {"h200-2026-11-30.json": 1.30}
-"""Host factors known beforehand: 8B NF4 at 1x2048 gave 4,223 (in that file), 5,126, 5,934 and 7,007 tokens/s on four
-hosts with an H200 (2026-11-30); their geometric mean is 5,494."""
+"""Host factors known beforehand: 8B NF4 at 1x2048 gave 4,223 tokens/s in that file; 5,126, 5,934 and 7,007 were read on
+three other hosts with an H200 (2026-11-30) and not kept as records. The geometric mean of the four is 5,494. (4,870 in
+`h200-matrix-2026-11-30.json` came later.)"""
 REFERENCE_TFLOPS = 989.0  # dense bf16 rate of the card the constants were fitted on (NVIDIA H200, catalog)
 REFERENCE_CARDS = ("h200-sxm",)  # catalog ids whose records the constants were fitted on
 OVERLAP_POWER = 6.0
@@ -138,8 +139,8 @@ UNKNOWN_TFLOPS, UNKNOWN_MEMORY_GB_PER_S, UNKNOWN_LINK_GB_PER_S = 50.0, 400.0, 12
 
 CPU_GFLOPS_PER_CORE = {"bf16": 190.0, "fp16": 25.0, "fp32": 75.0}
 """Matrix products per physical core. From one figure each: the demo (SmolLM2-135M, LoRA on all linears) gave 376
-tokens/s in bf16 and 237 in fp32 on two cores of an AMD EPYC with AVX512-BF16 (torch 2.13.0, 2026-11-30); fp16 is a
-guess."""
+tokens/s in bf16 and 237 in fp32 on two cores of an AMD EPYC with AVX512-BF16 (torch 2.13.0, 2026-11-30; read once, no
+record); fp16 is a guess."""
 CPU_MEMORY_GB_PER_S = 20.0  # of one process on a few cores; not measured
 CPU_KERNEL_S = 8e-6
 CPU_ERROR = (0.45, 2.5)

@@ -54,7 +54,7 @@ def _card(plan: Plan, name: str, machine: Machine | None, calibration: Mapping[s
 
 @dataclass(frozen=True)
 class JobTime:
-    """Seconds of a whole run: steps, evaluations and checkpoints, each in `parts`."""
+    """Seconds of a whole run: steps and evaluations, each in `parts`."""
 
     seconds: float
     low_s: float
@@ -62,23 +62,19 @@ class JobTime:
     parts: Mapping[str, float]
 
 
-def job_time(
-    step: StepTime, steps: int, *, num_evals: int = 0, eval_tokens: float = 0.0, num_saves: int = 0, save_s: float = 0.0
-) -> JobTime:
+def job_time(step: StepTime, steps: int, *, num_evals: int = 0, eval_tokens: float = 0.0) -> JobTime:
     """A run's time from one step's.
 
     Args:
         steps: optimizer steps, all taken to be like `step` (give it the data's mean row length, not the longest).
         num_evals: evaluations of `eval_tokens` tokens each, at the forward pass's rate.
-        num_saves: checkpoints of `save_s` seconds each.
 
-    Leaves out loading, merging and the first step's warm-up (some seconds to minutes).
+    Leaves out loading, checkpoints, merging and the first step's warm-up (some seconds to minutes).
     """
     parts = {
         "training": step.step_s * steps,
         "evaluation": num_evals * eval_tokens * step.forward_s / step.tokens,
-        "checkpoints": num_saves * save_s,
     }
-    scaled = parts["training"] + parts["evaluation"]
-    low, high = (scaled * bound / step.step_s + parts["checkpoints"] for bound in (step.low_s, step.high_s))
-    return JobTime(sum(parts.values()), low, high, parts)
+    seconds = sum(parts.values())
+    low, high = (seconds * bound / step.step_s for bound in (step.low_s, step.high_s))
+    return JobTime(seconds, low, high, parts)

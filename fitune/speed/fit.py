@@ -32,7 +32,7 @@ SEARCHED = (
     "host_kernel_s", "host_call_s", "host_unpack_s",
 )  # fmt: skip
 PRIOR_SPREAD = {"host_kernel_s": 0.3, "host_call_s": 1.0, "host_unpack_s": 1.0, "gemm_half_tiles": 0.7, "kernel_s": 0.5}
-HOST_SPREAD = 0.25  # of log host factors: 8B NF4 at 1x2048 gave 4,223, 5,126, 5,934 and 7,007 tokens/s on four hosts
+HOST_SPREAD = 0.25  # of log host factors, see `constants.HOST_FACTORS`
 NOISE, LAUNCH_NOISE = 0.04, 0.12
 """Relative error of a record that counts as one. Runs of one plan on one host differ little where the device is the
 limit and by 10 to 15 % where the host is."""

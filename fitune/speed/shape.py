@@ -109,7 +109,9 @@ class Decoder:
 
 
 def decoder_of(config: Any) -> Decoder:
-    """The decoder that a transformers configuration, a dictionary of one, or a catalog shape describes."""
+    """The decoder that a transformers configuration, a dictionary of one, a catalog shape, or what holds one (`shape`)
+    describes."""
+    config = getattr(config, "shape", config)
     if isinstance(config, ModelShape):
         return _from_catalog(config)
     if isinstance(config, dict):

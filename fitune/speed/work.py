@@ -162,6 +162,11 @@ def step_work(plan: Plan, decoder: Decoder, workload: Workload | None = None) ->
     )
 
 
+def trained_params(plan: Plan, decoder: Decoder) -> float:
+    """Elements of a plan's adapters, or of everything."""
+    return _Counter(plan, truncated(decoder, plan.num_layers), Workload(1.0)).trained_params()
+
+
 def _layer_segments(counter: _Counter) -> list[Segment]:
     """Forward, and backward with or without recomputation, of each kind of layer with one fate.
 

@@ -72,7 +72,8 @@ def save(
             break
         except UserError as problem:
             cause = problem.__cause__
-            spare = [old for old in steps(folder)[:-1] if old not in (step, best_step(folder))]
+            kept = step, best_step(folder)
+            spare = [old for old in steps(folder)[:-1] if old not in kept]
             if cause is None or not is_disk_full(cause) or not spare:
                 raise
             remove_folder(folder / f"step-{spare[0]:08d}")
@@ -140,8 +141,9 @@ def steps(folder: Path) -> list[int]:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all checkpoints but the newest `keep` and the best one."""
+    best_one = best_step(folder)
     for old in steps(folder)[:-keep]:
-        if old != best_step(folder):
+        if old != best_one:
             remove_folder(folder / f"step-{old:08d}")
 
 
@@ -184,7 +186,7 @@ def load_latest(folder: Path, *, with_tensors: bool = True) -> Checkpoint | None
     for step in reversed(steps(folder)):
         path = folder / f"step-{step:08d}"
         try:
-            values, tensors = _read(path, with_tensors)
+            values, tensors = _read(path, (_PARAMETERS, _STATE) if with_tensors else ())
             return Checkpoint(step, tensors, values, tuple(notes))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
@@ -206,7 +208,7 @@ def trained(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
     path = folder / f"step-{step:08d}"
     try:
-        _, tensors = _read(path, True)
+        _, tensors = _read(path, (_PARAMETERS,))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"cannot read {path}", f"it is damaged ({why})", "leave --best out, or copy the run again",
@@ -214,7 +216,8 @@ def trained(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {n.removeprefix(_PARAMETER): t for n, t in tensors.items() if n.startswith(_PARAMETER)}
 
 
-def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(path: Path, files: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(the numbers, the tensors of these files). Where tensors are read, all of it is compared with the manifest."""
     from safetensors.torch import load_file
 
     content = parse_json((path / _VALUES).read_text(encoding="utf-8"))
@@ -224,12 +227,15 @@ def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Any], dict[str, tor
             f"its format is {content['format']}, this fitune reads {_FORMAT}",
             "resume with the fitune that wrote it",
         )
-    if not with_tensors:
+    if not files:
         return content["values"], {}
-    files = parse_json((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
-    for name in (_PARAMETERS, _STATE, _VALUES):
-        if (path / name).stat().st_size != files[name]["bytes"]:
-            raise ValueError(f"{name} has {(path / name).stat().st_size} bytes instead of {files[name]['bytes']}")
-        if sha256(path / name) != files[name]["sha256"]:
+    listed = parse_json((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
+    for name in (*files, _VALUES):
+        if (path / name).stat().st_size != listed[name]["bytes"]:
+            raise ValueError(f"{name} has {(path / name).stat().st_size} bytes instead of {listed[name]['bytes']}")
+        if sha256(path / name) != listed[name]["sha256"]:
             raise ValueError(f"the SHA-256 of {name} is not that of the manifest")
-    return content["values"], load_file(path / _PARAMETERS) | load_file(path / _STATE)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in files:
+        tensors |= load_file(path / name)
+    return content["values"], tensors

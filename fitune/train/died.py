@@ -11,16 +11,20 @@ from typing import Any
 from fitune import plan as plans
 from fitune import recipe as recipes
 from fitune.errors import EXIT_FAILED, UserError
-from fitune.files import atomic_write
-from fitune.plan import Plan
-from fitune.train.oom import DEVICE, HOST, PEER, MemoryFailure, classify_text
+from fitune.recipe import Recipe
+from fitune.train.oom import DEVICE, HOST, PEER, PINNED, MemoryFailure, classify_text
 
 MOST_WITHOUT_PROGRESS = 4  # restarts without a newer checkpoint, where each one changes something
 MOST_UNCHANGED = 2  # where there is nothing to change
-FIXABLE = ("micro_batch", "recompute", "loss_chunk")
+_FIXABLE = ("micro_batch", "recompute", "loss_chunk")
 FRUGAL = "checkpoints are written without a copy in host RAM"
 UNCHANGED = "nothing"
 _SHELL_SIGNAL = 128  # a shell's exit code for a child that was ended by signal N is 128 + N
+
+
+def fixed_by(recipe: Recipe) -> frozenset[str]:
+    """What no notch may change, because the person has said it."""
+    return frozenset(name for name in _FIXABLE if getattr(recipe, name) not in (None, "auto"))
 
 
 @dataclass(frozen=True)
@@ -130,11 +134,10 @@ class Restarts:
         run = RunFolder(self.folder)
         plan = plans.from_json(run.current_plan_path.read_text(encoding="utf-8"))
         recipe = recipes.build(recipes.load(run.recipe_path))
-        fixed = frozenset(name for name in FIXABLE if getattr(recipe, name) not in (None, "auto"))
-        where = death.failure.where if death.failure.where in (HOST, "pinned") else DEVICE
-        found = next_notch(plan, fixed, where=where)
+        where = death.failure.where if death.failure.where in (HOST, PINNED) else DEVICE
+        found = next_notch(plan, fixed_by(recipe), where=where)
         if found is not None:
-            return self._store(found[0]), found[1]
+            return run.store_plan(found[0]), found[1]
         frugal_already = any(event.get("change") == FRUGAL for event in run.events())
         if where == HOST and not frugal_already:
             return None, FRUGAL
@@ -149,11 +152,6 @@ class Restarts:
             if event.get("event") == "restart":
                 break
         return UNCHANGED
-
-    def _store(self, plan: Plan) -> int:
-        number = len(list(self.folder.glob("plan.*.json"))) + 1
-        atomic_write(self.folder / f"plan.{number}.json", plan.to_json())
-        return number
 
     def _tell(self, death: Death, code: int, step: int, last: int, change: str, number: int | None) -> None:
         where = death.failure.where if death.failure is not None else None

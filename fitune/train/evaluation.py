@@ -97,12 +97,17 @@ def losses(active: Run, engine: Engine, parts: Sequence[Sequence[Record]]) -> tu
         active.stop.sync()
         if active.stop.requested is not None:
             raise _Cut
+        batches = active.batches(active.share(part))
+        loss, num = 0.0, 0
         try:
-            loss, num = engine.evaluate(active.batches(active.share(part)) if failed is None else [])
+            if failed is None:
+                loss, num = engine.evaluate(batches)
+            else:
+                engine.pass_by(batches)
         except (RuntimeError, MemoryError, OSError) as problem:
             if active.group.size == 1 or classify(problem) is None:
                 raise
-            failed, loss, num = problem.with_traceback(None), 0.0, 0  # the other ranks go on: told at the end
+            failed = problem.with_traceback(None)  # the other ranks go on: told at the end
             engine.ranks.drain()
         total, count = total + loss, count + num
     if failed is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -158,12 +157,8 @@ def run(
         UserError: bad input (2), nothing fits (3), failure during the work (1, the last checkpoint named).
     """
     with ranks.joined(recipe) as (group, own):
-        show = on_event if on_event is not None and group.is_leader else _nobody
+        show = on_event if on_event is not None and group.is_leader else nobody
         return _run(own, group, resume, show, lang, supervised)
-
-
-def _nobody(event: dict[str, Any]) -> None:
-    """Who is shown the events of a run that nobody watches."""
 
 
 def _run(
@@ -219,7 +214,7 @@ def _same_run(recipe: Recipe) -> Path | None:
 def _active(
     recipe: Recipe, plan: Plan, group: Single, folder: RunFolder, session: sessions.Session, show: OnEvent
 ) -> Run:  # fmt: skip
-    num_steps = _count_steps(recipe, session)
+    num_steps = recipe.num_steps(len(session.data.train))
     if group.size == 1:
         return Run(recipe, plan, folder, EventLog(folder.events_path), session, show, num_steps)
     log = EventLog(folder.events_path) if group.is_leader else ranks.SilentLog(folder.events_path)
@@ -254,11 +249,6 @@ def _reopen(recipe: Recipe, group: Single, folder: RunFolder, show: OnEvent) -> 
         active.log.close()
         raise
     return active
-
-
-def _count_steps(recipe: Recipe, session: sessions.Session) -> int:
-    per_epoch = math.ceil(len(session.data.train) / recipe.batch)
-    return recipe.steps or max(1, math.ceil((recipe.epochs or 1) * per_epoch))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fitune.plan import Plan
+from fitune.recipe import QUANTISED_FORMATS
 from fitune.train import session as sessions
 from fitune.train.ranks import plan_for
 from fitune.train.recover import store_plan
@@ -37,7 +38,6 @@ def plan_here(active: Run) -> None:
     if plan.world_size != new.world_size:
         place = tuple(f"{p.world_size} x {p.device_name}" for p in (plan, new))  # type: ignore[assignment]
     change = f"{place[0]} -> {place[1]}: " + _differences(plan, new)
-    active.plan = new
     number = store_plan(active, new)
     active.emit("replan", step=active.step, number=number, change=change, cause="resumed on another device",
                 where="moved", phase="resume")  # fmt: skip
@@ -52,7 +52,7 @@ def _planned_together(active: Run) -> Plan:
 
 
 def _same_job(recipe: Recipe, plan: Plan) -> Recipe:
-    quantised = plan.base_format in ("int8", "nf4", "fp4")
+    quantised = plan.base_format in QUANTISED_FORMATS
     method = "qlora" if quantised else plan.method
     base = plan.base_format if quantised else "auto"
     devices = recipe.devices if sessions.has_device(recipe) else None

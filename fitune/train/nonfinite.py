@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fitune.errors import UserError
-
 if TYPE_CHECKING:
     from fitune.data.records import Record
     from fitune.engine.engine import Engine
@@ -15,11 +13,6 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 8
 MOST_SKIPPED = 10  # steps in a row; then it is not the data
-
-
-def is_about(problem: UserError) -> bool:
-    """Whether the engine refused a step because its loss or its gradients are not finite."""
-    return " not finite " in f"{problem.what} "
 
 
 def broken_records(active: Run, engine: Engine, records: Sequence[Record]) -> list[Record]:

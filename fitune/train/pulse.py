@@ -47,7 +47,7 @@ class Pulse:
 
 
 def nobody(event: dict[str, Any]) -> None:
-    """Who hears the pulse of a run without a supervisor."""
+    """Who hears the events of a run that nobody watches, and the pulse of one without a supervisor."""
 
 
 class Patience:

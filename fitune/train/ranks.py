@@ -72,7 +72,9 @@ def plan_for(session: sessions.Session, group: Single) -> PlanResult:
     if group.size == 1:
         return sessions.plan_session(session)
     recipe = session.recipe
-    packing = recipe.packing if recipe.packing is not None else sessions.plan_session(session).plan.packing
+    packing = recipe.packing
+    if packing is None:
+        packing = sessions.plan_session(session, detailed=False).plan.packing
     share = recipe.batch if recipe.parallel == "pp" else -(-recipe.batch // group.size)
     micro_batch = None if recipe.micro_batch is None else min(recipe.micro_batch, share)
     # Packing is the whole step's: it decides, among others, which records of like length share a step.

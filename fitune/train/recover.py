@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fitune.errors import EXIT_DOES_NOT_FIT, UserError
-from fitune.files import atomic_write
-from fitune.train.died import FIXABLE, FRUGAL, UNCHANGED
+from fitune.train.died import FRUGAL, UNCHANGED, fixed_by
 from fitune.train.oom import HOST, LOST, PEER, PINNED, PLACES, MemoryFailure, classify
 from fitune.train.ranks import STOP, PeerGaveUp, given_up
 from fitune.train.signals import StepGivenUp
@@ -239,7 +238,7 @@ def replan(active: Run, failure: MemoryFailure, phase: str) -> Plan:
     """
     from fitune.planner.notch import next_notch
 
-    fixed = frozenset(n for n in FIXABLE if getattr(active.recipe, n) not in (None, "auto"))
+    fixed = fixed_by(active.recipe)
     where = failure.where if failure.where in (HOST, PINNED) else "device"
     found = next_notch(active.plan, fixed, where=where, phase=phase)
     if found is None and where == PINNED:
@@ -269,11 +268,8 @@ def replan(active: Run, failure: MemoryFailure, phase: str) -> Plan:
 
 def store_plan(active: Run, plan: Plan) -> int:
     """Write the plan that is in force from now on beside the first one; its number."""
-    number = len(list(active.folder.path.glob("plan.*.json"))) + 1
-    if active.group.is_leader:
-        atomic_write(active.folder.path / f"plan.{number}.json", plan.to_json())
     active.plan = plan
-    return number
+    return active.folder.store_plan(plan, write=active.group.is_leader)
 
 
 def _longest(active: Run) -> int | None:

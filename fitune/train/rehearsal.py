@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 WORTH_ABOVE_S = 120.0
 
 
+# The step of the run with the longest record: `plan_epoch` puts it first.
+_LONGEST_STEP = 0
+
+
 class _BeforeUpdate(Exception):
     """The step has done everything but its update."""
 
@@ -41,7 +45,7 @@ def rehearse(active: Run, engine: Engine, meter: Meter, step_s: float) -> bool:
     started = time.perf_counter()
     marks = Marks(engine)
     phases = []
-    if _longest_step(active) != active.step - 1:
+    if active.step - 1 != _LONGEST_STEP:
         with_recovery(active, engine, functools.partial(_step, active, engine))
         phases.append("step")
     held_out = active.session.data.eval
@@ -57,11 +61,6 @@ def rehearse(active: Run, engine: Engine, meter: Meter, step_s: float) -> bool:
     return True
 
 
-def _longest_step(active: Run) -> int:
-    """The step of the run with the longest record: the first one (`plan_epoch` puts it there)."""
-    return 0
-
-
 def _step(active: Run, engine: Engine) -> None:
     """The longest step of the run without its update."""
 
@@ -70,8 +69,8 @@ def _step(active: Run, engine: Engine) -> None:
         if part == "optimizer":
             raise _BeforeUpdate
 
-    at = _longest_step(active)
+    records = active.share(active.step_records(_LONGEST_STEP))
     try:
-        engine.step(active.batches(active.share(active.step_records(at))), step=at, lr=0.0, observe=observe)
+        engine.step(active.batches(records), step=_LONGEST_STEP, lr=0.0, observe=observe)
     except _BeforeUpdate:
         engine.abandon()

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fitune.memory.groups import LANGUAGES
 from fitune.units import format_duration
-
-LANGUAGES = ("en", "zh")
 
 # Key -> (English, Chinese), side by side so that neither can be forgotten.
 _WORDS: dict[str, tuple[str, str]] = {

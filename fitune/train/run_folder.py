@@ -18,6 +18,7 @@ from typing import Any
 
 from fitune.errors import UserError
 from fitune.files import atomic_write, clean_leftovers, explained, file_error, parse_json, size_on_disk
+from fitune.plan import Plan
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.train.events import END_STATUSES, is_being_written, read_events
 from fitune.train.story import story
@@ -125,6 +126,13 @@ class RunFolder:
         """The plan in force: `plan.N.json` of the last replan after running out of memory, else `plan.json`."""
         replans = [p for p in self.path.glob("plan.*.json") if p.name.split(".")[1].isdigit()]
         return max(replans, key=lambda p: int(p.name.split(".")[1]), default=self.plan_path)
+
+    def store_plan(self, plan: Plan, *, write: bool = True) -> int:
+        """Write a plan that is in force from now on beside the first one (`write`: or count it only); its number."""
+        number = len(list(self.path.glob("plan.*.json"))) + 1
+        if write:
+            atomic_write(self.path / f"plan.{number}.json", plan.to_json())
+        return number
 
     @property
     def events_path(self) -> Path:

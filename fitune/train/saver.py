@@ -39,12 +39,14 @@ class Saver:
     Args:
         folder: of the checkpoints.
         keep: how many of the newest stay.
-        background: False writes every one at once (`frugal`: no copy in RAM).
         ram_bytes: most host memory that this process may use, where the person set a limit.
+
+    Attributes:
+        frugal: every one is written at once, without a copy in RAM.
     """
 
-    def __init__(self, folder: Path, keep: int, *, background: bool = True, ram_bytes: int | None = None):
-        self.folder, self.keep, self.frugal, self.ram_bytes = folder, keep, not background, ram_bytes
+    def __init__(self, folder: Path, keep: int, *, ram_bytes: int | None = None):
+        self.folder, self.keep, self.frugal, self.ram_bytes = folder, keep, False, ram_bytes
         self._thread: threading.Thread | None = None
         self._done: queue.SimpleQueue[Saved | BaseException] = queue.SimpleQueue()
 

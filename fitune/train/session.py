@@ -101,8 +101,11 @@ def _check_vocabulary(source: ModelSource, data: DataSet) -> None:
         )
 
 
-def plan_session(session: Session) -> PlanResult:
+def plan_session(session: Session, *, detailed: bool = True) -> PlanResult:
     """The plan for this model and this data on this machine.
+
+    Args:
+        detailed: predict every phase of it too (see `fitune.planner.make_plan`).
 
     Raises:
         UserError: a card this machine does not have was asked for, or settings that cannot run on the device.
@@ -115,7 +118,7 @@ def plan_session(session: Session) -> PlanResult:
     recipe = session.recipe
     seq_len, _ = effective_seq_len(recipe, session.config)
     facts = facts_of(session.data.train, session.data.eval, recipe.batch, seq_len)
-    return make_plan(recipe, hardware.probe(), config=session.config, data=facts, detailed=True)
+    return make_plan(recipe, hardware.probe(), config=session.config, data=facts, detailed=detailed)
 
 
 def require_fit(result: PlanResult) -> Plan:

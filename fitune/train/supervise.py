@@ -20,13 +20,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from fitune.parallel.forwarding import FORWARDED, handled
 from fitune.train.died import Death, Restarts, diagnose
 from fitune.train.oom import oom_kills
 from fitune.train.pulse import BEAT, LEAST_S, Patience
@@ -38,7 +38,6 @@ UNSUPERVISED = "none"  # of a rank whose launcher has no supervisor
 _TAIL_BYTES = 64 << 10
 _LOOK_S, _POLL_S = 30.0, 0.05  # how often the clock, and a worker that ends, are looked at
 _TOLD = ("event", "step", "status", "run_folder", "expected_s")
-_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
 _STOPS = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED, "SIGHUP": EXIT_TERMINATED}
 _ENDS = {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
 OnEvent = Callable[[dict[str, Any]], None]
@@ -55,8 +54,8 @@ def is_possible() -> bool:
 class Link:
     """The worker's connection to its supervisor: events go up, and when the supervisor dies so does the worker."""
 
-    def __init__(self, lifeline: int, status: int, tells_all: bool):
-        self._status, self._tells_all, self.is_supervised = status, tells_all, True
+    def __init__(self, lifeline: int, status: int, tells_all: bool, is_supervised: bool):
+        self._status, self._tells_all, self.is_supervised = status, tells_all, is_supervised
         for descriptor in (lifeline, status):
             os.set_inheritable(descriptor, False)
         threading.Thread(target=self._watch, args=(lifeline,), name="lifeline", daemon=True).start()
@@ -82,9 +81,7 @@ def link() -> Link | None:
     if found is None:
         return None
     lifeline, status, tells = found.split(",")
-    made = Link(int(lifeline), int(status), tells == "all")
-    made.is_supervised = tells != UNSUPERVISED
-    return made
+    return Link(int(lifeline), int(status), tells == "all", tells != UNSUPERVISED)
 
 
 def for_ranks(link: Link | None) -> tuple[tuple[str, str], int | None]:
@@ -144,7 +141,7 @@ class Supervisor:
         """
         restarts: Restarts | None = None
         command = self.first
-        with self._signals():
+        with handled(dict.fromkeys(FORWARDED, self._forward) | {"SIGTSTP": self._pause}):
             while self.stop_code is None:
                 kills = oom_kills()
                 code, heard = self._work(command)
@@ -264,24 +261,8 @@ class Supervisor:
             )
         return False
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Pass signals on to the worker; what this process was told to ignore stays ignored, in the worker too."""
-        previous: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for name in _FORWARDED:
-                number = getattr(signal, name)
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    previous[number] = signal.signal(number, self._forward)
-            if hasattr(signal, "SIGTSTP") and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
-                previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
     def _forward(self, number: int, frame: Any) -> None:
+        """Pass a signal on to the worker."""
         self.stop_code = _STOPS[signal.Signals(number).name]
         if self._process is None:
             self._asked = number

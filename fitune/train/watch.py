@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,10 @@ class Watch:
         self._named = 0
         self._seen = 0
 
-    def look(self, sample: Sample) -> list[str]:
-        """What is worth saying after this step."""
+    def look(self, sample: Sample, who: Callable[[], str] = lambda: "") -> list[str]:
+        """What is worth saying after this step. `who` names the other processes where there are new ones."""
         self._seen += 1
-        found = [self._other_processes(sample), self._long_record(sample)]
+        found = [self._other_processes(sample, who), self._long_record(sample)]
         if sample.rest_bytes is not None:
             self._rest.append((sample.step, sample.rest_bytes))
             found.append(self._leak("device", self._rest, LEAK_BYTES, LEAK_SHARE, sample.free_bytes))
@@ -58,7 +59,7 @@ class Watch:
         found.append(self._leak("host", self._host, HOST_LEAK_BYTES, HOST_LEAK_SHARE, None))
         return [text for text in found if text]
 
-    def _other_processes(self, sample: Sample) -> str | None:
+    def _other_processes(self, sample: Sample, who: Callable[[], str]) -> str | None:
         if sample.others_bytes is None or self._seen <= 1:
             return None  # the first step makes workspaces of this process' own
         if self._others is None or sample.others_bytes < self._others:
@@ -68,7 +69,7 @@ class Watch:
             return None
         self._others = sample.others_bytes
         free = f", {format_bytes(sample.free_bytes)} are free" if sample.free_bytes is not None else ""
-        return f"after step {sample.step} another process has taken {format_bytes(taken)} of the GPU{free}"
+        return f"after step {sample.step} another process has taken {format_bytes(taken)} of the GPU{free}{who()}"
 
     def _long_record(self, sample: Sample) -> str | None:
         if sample.peak_bytes is None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitune.errors import EXIT_FAILED, UserError
+from fitune.errors import EXIT_FAILED, NotFinite, UserError
 from fitune.train import checkpoint, evaluation, nonfinite, watch
 from fitune.train import session as sessions
 from fitune.train.measure import Meter
@@ -282,9 +282,7 @@ def _step(active: Run, engine: Engine, meter: Meter, first: bool, looking: watch
         engine.abandon()
         marks.restore(engine)
         return False
-    except UserError as problem:
-        if not nonfinite.is_about(problem):
-            raise
+    except NotFinite as problem:
         free(engine)
         marks.restore(engine)
         _not_finite(active, engine, records, problem, lr, time.perf_counter() - started)
@@ -317,13 +315,13 @@ def _step(active: Run, engine: Engine, meter: Meter, first: bool, looking: watch
 def _look(active: Run, engine: Engine, records: Sequence[Record], peaks: dict[str, Any], looking: watch.Watch) -> None:
     longest = max(records, key=len)
     device: torch.device = engine.built.device
-    for text in looking.look(watch.measure(device, active.step, len(longest), longest.source_row + 1, peaks)):
-        who = watch.processes(device) if "another process" in text else ""
-        active.emit("notice", text=text + who)
+    sample = watch.measure(device, active.step, len(longest), longest.source_row + 1, peaks)
+    for text in looking.look(sample, functools.partial(watch.processes, device)):
+        active.emit("notice", text=text)
 
 
 def _not_finite(
-    active: Run, engine: Engine, records: Sequence[Record], problem: UserError, lr: float, seconds: float
+    active: Run, engine: Engine, records: Sequence[Record], problem: NotFinite, lr: float, seconds: float
 ) -> None:
     """Stop with the records named, or leave this step out (`on_nan: skip`): nothing of it is applied.
 

@@ -53,7 +53,7 @@ def test_recalled_converted_and_old_prices_are_not_firm():
         assert not any(offer.firm for offer in by_provider[provider]), provider
     paid = [offer for offer in by_provider["Colab"] if offer.usd_per_hour]
     assert paid and all(offer.status == "verified" and not offer.firm for offer in paid)
-    assert {offer.doubt for offer in paid} == {"of 2022"}
+    assert {offer.year for offer in paid} == {2022}
 
 
 # ---- a person's own table --------------------------------------------------------------------------------------------

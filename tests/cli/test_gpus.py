@@ -17,6 +17,7 @@ from fitune.catalog import gpus
 from fitune.cli import render_gpus, words_gpus
 from fitune.cli.main import main
 from fitune.cli.sentences import translated
+from fitune.cli.words import Words
 from fitune.planner import advise
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -76,7 +77,7 @@ def test_doubtful_prices_carry_a_question_mark(answer):
 
 
 def test_every_word_is_in_both_languages():
-    for key, (english, chinese) in words_gpus._WORDS.items():
+    for key, (english, chinese) in words_gpus.GPUS.items():
         assert english and chinese, key
         assert set(re.findall(r"{(\w+)", english)) == set(re.findall(r"{(\w+)", chinese)), key
         assert not re.search(r"[\u4e00-\u9fff]", english), key
@@ -91,7 +92,7 @@ def test_notes_of_cards_are_translated(answer):
 
 
 def test_amounts_and_times_read_well(answer):
-    words = words_gpus.Words()
+    words = Words("en", words_gpus.GPUS)
     assert [render_gpus.span(h, words) for h in (0.001, 0.5, 0.99, 1.0, 2.34, 31, 80)] == [
         "<1 min", "30 min", "59 min", "1.0 h", "2.3 h", "31 h", "3.3 days",
     ]  # fmt: skip

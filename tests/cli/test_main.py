@@ -119,7 +119,7 @@ def test_exit_code_of_an_error_is_kept(capsys, monkeypatch):
     def no_plan(model, settings):
         raise UserError("it does not fit", "the card is small", "take a larger one", exit_code=3)
 
-    monkeypatch.setattr(plan_command.api, "plan_result", no_plan)
+    monkeypatch.setattr(plan_command.api, "planned", no_plan)
     code, out, err = run(capsys, "plan", "smollm2", "--json")
     assert (code, out) == (3, "")
     assert err == "error: it does not fit\n  why: the card is small\n  fix: take a larger one\n"
@@ -129,7 +129,7 @@ def test_interrupt_is_130_without_traceback(capsys, monkeypatch):
     def interrupted(model, settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan_command.api, "plan_result", interrupted)
+    monkeypatch.setattr(plan_command.api, "planned", interrupted)
     assert run(capsys, "plan", "smollm2") == (130, "", "\ninterrupted\n")
 
 
@@ -139,7 +139,7 @@ def test_an_error_of_ours_is_not_hidden(monkeypatch):
     def broken(model, settings):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(plan_command.api, "plan_result", broken)
+    monkeypatch.setattr(plan_command.api, "planned", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["plan", "smollm2"])
 

@@ -9,7 +9,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fitune.cli import render_techniques, render_whatif
+from fitune.catalog import gpus
+from fitune.cli import api, render_techniques, render_whatif
 from fitune.cli.main import main
 from fitune.cli.plan_extras import answer, show
 
@@ -19,11 +20,10 @@ SETTINGS = {"gpu": "rtx3080"}
 
 @pytest.fixture(scope="module")
 def result():
-    from fitune.cli import api
-
     questions = ("seq=1024,batch=4", "method=full", "gpu=none-such")
-    asked = answer(MODEL, SETTINGS, explain=True, what_if=questions, limits=True)
-    return api.plan_result(MODEL, SETTINGS).as_dict() | asked
+    recipe, machine, planned = api.planned(MODEL, SETTINGS)
+    told = planned.as_dict()
+    return told | answer(recipe, machine, told["plan"], explain=True, what_if=questions, limits=True)
 
 
 def shown(result, width: int, lang: str) -> str:
@@ -68,13 +68,13 @@ def test_explain_says_what_each_saves(result):
 
 def test_chinese_has_no_english_headings(result):
     text = shown(result, 100, "zh")
-    for english, _ in (*render_whatif._WORDS.values(), *render_techniques._WORDS.values()):
+    for english, _ in (*render_whatif.WHAT_IF.values(), *render_techniques.TECHNIQUES.values()):
         head = english.partition("{")[0].strip()
         if " " in head:
             assert head not in text, head
 
 
-@pytest.mark.parametrize("table", [render_whatif._WORDS, render_techniques._WORDS], ids=["what-if", "techniques"])
+@pytest.mark.parametrize("table", [render_whatif.WHAT_IF, render_techniques.TECHNIQUES], ids=["what-if", "techniques"])
 def test_words_are_in_both_languages(table):
     for key, (english, chinese) in table.items():
         assert english and chinese, key
@@ -86,6 +86,20 @@ def test_json_has_what_was_asked(capsys):
     printed = json.loads(capsys.readouterr().out)
     assert printed["what_if"][0]["changes"] == {"batch": "4"} and printed["what_if"][0]["plan"]["batch"] == 4
     assert "limits" not in printed and "explain" not in printed
+
+
+def test_the_plan_that_is_shown_is_explained_on_one_machine(monkeypatch):
+    from fitune import hardware
+    from fitune.planner import effects
+
+    probed, explained = [], []
+    here = hardware.virtual(gpus.find("rtx3080")[0])
+    monkeypatch.setattr(hardware, "probe", lambda: probed.append(1) or here)
+    monkeypatch.setattr(effects, "effects", lambda context, plan: explained.append((context.machine, plan)) or [])
+    recipe, machine, planned = api.planned(MODEL, {})
+    asked = answer(recipe, machine, planned.as_dict()["plan"], explain=True, what_if=["batch=4"])
+    assert probed == [1] and asked["what_if"][0]["plan"]["device_name"] == here.devices[0].name
+    assert explained == [(here, planned.plan)]
 
 
 @pytest.mark.parametrize(

@@ -142,15 +142,16 @@ def test_recipe_page_has_every_option_of_the_help():
 
 
 def test_plan_page_has_every_key_of_the_json():
+    from fitune.memory.phases import NAMES
     from fitune.memory.replay import Peaks
-    from fitune.planner.result import PHASES, PlanResult, predicted_dict
+    from fitune.planner.result import PlanResult, predicted_dict
 
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     keys = set(re.findall(r"`(\w+)`", page))
     assert set(PlanResult.__dataclass_fields__) <= keys
     peaks = Peaks(**dict.fromkeys(Peaks.__dataclass_fields__, 1))
     predicted = predicted_dict(peaks, workspace_bytes=0)
-    assert {*PHASES, *predicted, *predicted["phases"]["step"]} <= keys
+    assert {*NAMES, *predicted, *predicted["phases"]["step"]} <= keys
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

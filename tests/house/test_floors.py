@@ -60,6 +60,18 @@ def test_no_import_cycle():
         pytest.fail("import cycle: " + " <- ".join(error.args[1]))
 
 
+def test_the_planner_has_no_circle_at_all():
+    """Lazy imports and those for a type checker included: one would hide a circle of what depends on what."""
+    graph: dict[str, set[str]] = {}
+    for found in imports():
+        if room(found.importer) == room(found.imported) == "planner":
+            graph.setdefault(found.importer, set()).add(found.imported)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("import circle: " + " <- ".join(error.args[1]))
+
+
 def test_upward_import_would_be_found():
     """The test of the test: a floor that imports the one above it."""
     assert is_upward(Import("fitune.data.readers", "fitune.planner.search", 1, True, False))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from fitune import plan as plans
@@ -15,6 +18,7 @@ from fitune.model.source import resolve
 from tests.memory.test_records import ALL, sample
 
 PHASES = ("first_step", "step", "eval")
+MATRIX = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200-matrix-2026-11-30.json"
 
 
 def predicted(record: dict) -> tuple[phases.Prediction, phases.Overheads]:
@@ -46,3 +50,13 @@ def test_what_the_driver_counted_lies_in_the_interval(record):
         assert CARD_ERROR[0] <= error <= CARD_ERROR[1], f"{name}: {error:+.2%}"
         bounds = interval(phase, extra)
         assert bounds.low_bytes <= found["device_bytes"] <= bounds.high_bytes, name
+
+
+def test_what_was_predicted_before_the_runs_lies_within_the_error():
+    """Of runs without a cap: their predictions as they stand in the records."""
+    records = [r for r in json.loads(MATRIX.read_text(encoding="utf-8")) if not r["cap_bytes"]]
+    assert len(records) == 67
+    for record in records:
+        for name in PHASES:
+            was, said = (record[side]["phases"][name]["device_bytes"] for side in ("measured", "predicted"))
+            assert CARD_ERROR[0] <= was / said - 1 <= CARD_ERROR[1], f"{record['name']}, {name}: {was / said - 1:+.2%}"

@@ -11,7 +11,8 @@ from fitune.memory import constants
 from fitune.memory.constants import BASES, BY_CAPABILITY, Figure, overheads
 from fitune.units import MIB
 
-RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200-2026-11-30.json"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RECORD, MATRIX = RESULTS / "h200-2026-11-30.json", RESULTS / "h200-matrix-2026-11-30.json"
 FIGURES = [
     (key, name, getattr(entry, name)) for key, entry in BY_CAPABILITY.items() for name in ("context", "workspace")
 ]
@@ -47,11 +48,20 @@ def test_what_was_measured_is_what_the_record_holds():
             assert hopper.low_bytes <= outside <= hopper.high_bytes, name
 
 
+def test_every_run_of_the_matrix_lies_within_too():
+    hopper = overheads("cuda", (9, 0)).context
+    records = [r for r in json.loads(MATRIX.read_text(encoding="utf-8")) if r["measured"].get("peak_reserved_bytes")]
+    assert len(records) > 60
+    for record in records:
+        outside = record["measured"]["device_bytes"] - record["measured"]["peak_reserved_bytes"]
+        assert hopper.low_bytes <= outside <= hopper.high_bytes, record["name"]
+
+
 def test_cublas_workspaces_are_torchs_defaults():
     """:4096:2:16:8 KiB for two threads before Hopper, 32 MiB for two from Hopper on."""
     assert overheads("cuda", (8, 6)).workspace_bytes == 2 * (2 * 4096 + 8 * 16) * 1024
     assert overheads("cuda", (9, 0)).workspace_bytes == overheads("cuda", (12, 0)).workspace_bytes == 64 * MIB
-    assert overheads("cuda", (8, 6)).workspace.basis == "documented"
+    assert overheads("cuda", (8, 6)).workspace.basis == overheads("cuda", (9, 0)).workspace.basis == "documented"
 
 
 @pytest.mark.parametrize(
@@ -100,8 +110,3 @@ def test_a_figure_that_was_not_calibrated_is_the_tables():
     found = overheads("cuda", (8, 6), {"workspace_bytes": 17 * MIB})
     assert found.context == BY_CAPABILITY[8, 6].context
     assert overheads("cpu", None, {"context_bytes": MIB}).context_bytes == 0
-
-
-def test_nccl_is_an_assumption():
-    figure = constants.NCCL_COMMUNICATOR
-    assert figure.basis == "assumed" and figure.low_bytes < figure.num_bytes < figure.high_bytes

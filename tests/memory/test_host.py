@@ -13,7 +13,9 @@ from fitune.memory import host, phases
 from fitune.memory.accuracy import RAM_ERROR
 from fitune.memory.constants import overheads
 from fitune.memory.known import tracer_for
-from fitune.planner import facts, make
+from fitune.planner import facts
+from fitune.planner.context import PlanContext
+from fitune.planner.target import choose_target
 from tests import tiny
 from tests.planner import case
 
@@ -32,7 +34,7 @@ def predicted(record: dict) -> tuple[phases.Prediction, host.Facts]:
     plan = plans.from_dict(record["plan"] | {"predicted": {}, "reasons": []})
     config = _config(record["model"])
     recipe = case.recipe(**(record["job"] | record["recipe"] | {"model": plan.model, "devices": "cpu"}))
-    context = make.PlanContext(recipe, make.choose_target(recipe, case.machine()), config, plan.seq_len)
+    context = PlanContext(recipe, choose_target(recipe, case.machine()), config, plan.seq_len)
     tracer = tracer_for(config, plan)
     terms = tracer.terms(plan.micro_batch, plan.seq_len, plan.loss_chunk)
     known = facts.of(context, plan, terms, plan.seq_len)

@@ -13,8 +13,8 @@ import pytest
 
 from fitune import plan as plans
 from fitune import recipe as recipes
-from fitune.planner.make import find_machine
-from fitune.planner.predict import as_given, open_context
+from fitune.planner.context import open_context
+from fitune.planner.predict import as_given
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MIB = 1024**2
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not ALL, reason="no matrix records in benchmarks
 def _context(group: str) -> Any:
     first = next(r for r in ALL if r["group"] == group)
     recipe = recipes.build({k: v for k, v in first["recipe"].items() if v is not None} | {"gpu": "h200"})
-    return open_context(recipe, find_machine(recipe, []))
+    return open_context(recipe, reads_data=True)
 
 
 def predicted_again(record: dict[str, Any]) -> tuple[plans.Plan, dict[str, Any]]:

@@ -7,8 +7,9 @@ import functools
 import pytest
 
 from fitune.memory.cut import NotRegular
+from fitune.memory.pieces import Placement
 from fitune.memory.replay import peaks
-from fitune.memory.script import Placement, placement_of
+from fitune.memory.script import placement_of
 from fitune.memory.trace import Tracer
 from tests import tiny
 from tests.memory.brute import WholeModel, cuda_plan

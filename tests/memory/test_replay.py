@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms, peaks, with_gradients_there
+from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms, peaks
 
 NOTHING = Part(0, 0)
 LAYER = LayerTerms(weight_bytes=1000, trained_bytes=10, state_bytes=20, eval_forward=Part(60, 0))
@@ -21,6 +21,24 @@ PASS = PassParts(
     embed=Part(7, 5), first=PARTS, kinds={"layer": PARTS}, tail_after_recompute=Part(300, 5),
     tail_after_keep=Part(300, 5), embed_backward=NOTHING,
 )  # fmt: skip
+
+
+def with_gradients_there(parts: PassParts, trained_bytes: dict[str, int], first_trained_bytes: int) -> PassParts:
+    """The later micro-batches' pass of adapters, from the first one's: the same peaks, but new gradients are added to
+    those that are there and freed, so that a layer's backward leaves `trained_bytes` less behind."""
+
+    def without(layer: LayerParts, trained: int) -> LayerParts:
+        def backward(part: Part) -> Part:
+            return Part(part.peak_bytes, part.delta_bytes - trained)
+
+        return LayerParts(
+            layer.stash,
+            (layer.recompute[0], backward(layer.recompute[1])),
+            (layer.keep[0], backward(layer.keep[1])),
+        )
+
+    kinds = {kind: without(layer, trained_bytes[kind]) for kind, layer in parts.kinds.items()}
+    return dataclasses.replace(parts, first=without(parts.first, first_trained_bytes), kinds=kinds)
 
 
 def terms(num_layers=3, in_pass=None, kinds=None, layers=None, **changes):

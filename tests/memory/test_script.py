@@ -11,8 +11,9 @@ import pytest
 
 from fitune.memory import splice
 from fitune.memory.cut import NotRegular, fit
+from fitune.memory.pieces import symbols
 from fitune.memory.replay import peaks
-from fitune.memory.script import Script, symbols
+from fitune.memory.script import Script
 from fitune.memory.trace import Tracer, _Builder
 from tests import tiny
 from tests.memory.brute import WholeModel, cuda_plan

@@ -17,7 +17,9 @@ from fitune.memory.variant import for_any_rank, variant_of
 from fitune.model import configs
 from fitune.model.source import resolve
 from fitune.plan import Adapter, Plan
-from fitune.planner import make
+from fitune.planner import choose
+from fitune.planner.context import PlanContext, config_of, find_machine
+from fitune.planner.target import choose_target
 from fitune.recipe import Recipe
 from tests import tiny
 
@@ -101,9 +103,9 @@ def test_the_usual_jobs_ship(gpu):
         config = shipped.catalog_config(name)
         for job in (dict(method="lora"), dict(method="qlora"), dict(method="lora", lora_r=64, optimizer="adamw8bit")):
             recipe = Recipe(model=name, gpu=gpu, **job)
-            target = make.choose_target(recipe, make.find_machine(recipe, []))
-            context = make.PlanContext(recipe, target, config, recipe.seq_len)
-            assert shipped.find(config, make._draft(context, make.base_formats(context)[0])) is not None
+            target = choose_target(recipe, find_machine(recipe, []))
+            context = PlanContext(recipe, target, config, recipe.seq_len)
+            assert shipped.find(config, choose.draft_of(context, choose.base_formats(context)[0])) is not None
 
 
 def test_what_does_not_ship_is_none():
@@ -146,7 +148,7 @@ def test_a_configuration_says_what_the_transformers_one_says(name):
 )
 def test_the_planner_finds_what_the_models_floor_finds(name):
     notes = []
-    light = make.config_of(Recipe(model=name), notes)
+    light = config_of(Recipe(model=name), notes)
     source = resolve(name, weights=False)
     assert isinstance(light, shipped.CatalogConfig)
     assert notes == list(source.notes) and light.hidden_size == source.config.hidden_size
@@ -156,8 +158,8 @@ def test_a_folder_of_that_name_and_scaled_positions_are_not_the_catalogs(tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(UserError, match="smollm2 is not a model folder"):
-        make.config_of(Recipe(model="smollm2"), [])
-    scaled = make.config_of(Recipe(model=POPULAR[0], rope_scaling={"type": "yarn", "factor": 2}), [])
+        config_of(Recipe(model="smollm2"), [])
+    scaled = config_of(Recipe(model=POPULAR[0], rope_scaling={"type": "yarn", "factor": 2}), [])
     assert not isinstance(scaled, shipped.CatalogConfig) and scaled.rope_parameters["rope_type"] == "yarn"
 
 

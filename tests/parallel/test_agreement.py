@@ -55,3 +55,31 @@ def test_all_change_together(
     (told,) = of_kind(tmp_path / "run", "replan")
     assert told["change"] == "micro-batch 3 -> 2" and told["where"] == "device"
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-4)
+
+
+def fail_in_evaluation(failing: int, name: str, rank: int) -> None:
+    """In the process of one stage the first micro-batch of the first evaluation does not fit."""
+    from fitune.parallel import pipeline
+
+    if rank != failing:
+        return
+    real, failures = getattr(pipeline, name), []
+
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        if not failures and not torch.is_grad_enabled():
+            failures.append(name)
+            raise torch.OutOfMemoryError(OOM)
+        return real(*arguments, **options)
+
+    setattr(pipeline, name, wrapper)
+
+
+@pytest.mark.parametrize(("failing", "name"), [(0, "forward_layer"), (1, "forward_layer"), (1, "tail_loss")])
+def test_a_stage_that_fails_in_an_evaluation_stays_in_the_pipeline(job: Any, tmp_path: Path, failing: int, name: str):
+    """The evaluation goes on over three parts with several micro-batches each, and is made again with smaller ones."""
+    settings = job(tmp_path / "run", parallel="pp", eval_share=0.5, steps=2, eval_every=2)
+    results = train(2, settings, prepare=functools.partial(fail_in_evaluation, failing, name))
+    assert [r[:2] for r in results] == [("done", 0)] * 2
+    (told,) = of_kind(tmp_path / "run", "replan")
+    assert told["phase"] == "eval" and told["where"] == "device"
+    assert [e["step"] for e in of_kind(tmp_path / "run", "eval")] == [0, 2]

@@ -15,6 +15,8 @@ from fitune.parallel.group import Group
 from fitune.parallel.pipeline import PipelineEngine, layers_of, open_stage
 from fitune.parallel.world import Single
 from fitune.plan import Plan
+from fitune.train import ranks
+from fitune.train.signals import StepGivenUp
 from tests import tiny
 from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, train
 from tests.parallel.ranks import run_ranks
@@ -51,6 +53,35 @@ def test_as_one_process(size: int, changes: dict[str, Any]):
     assert [loss for _, loss, *_ in results[:-1]] == [(0.0, 0)] * (size - 1), "the last stage has the loss"
     assert results[-1][1][0] == pytest.approx(expected[0], rel=1e-4) and results[-1][1][1] == expected[1]
     assert sum(part for *_, part in results) == packed, "each layer is held once"
+
+
+def given_up(group: Group, plan: Plan, failing: int, part: str) -> str:
+    """A step that one rank gives up at a part of it, as `fitune.train` has it; how it ended here."""
+    engine = PipelineEngine(make_built(plan, before_fill=lambda built: open_stage(built, plan, group)), plan, group)
+    agree = ranks.Agreement(group)
+
+    def observe(at: str, index: int) -> None:
+        if group.rank == failing and at == part:
+            raise StepGivenUp
+        if at == "optimizer" and agree(None) == ranks.given_up():
+            raise ranks.PeerGaveUp
+
+    try:
+        engine.step(batches_of(records(5), plan), step=0, lr=plan.lr, observe=observe)
+    except ranks.PeerGaveUp:
+        return "told"
+    except StepGivenUp:
+        agree(ranks.given_up())
+        return "gave up"
+    return "done"
+
+
+@pytest.mark.parametrize("part", ["forward", "tail", "backward"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_stage_gives_a_step_up_and_nobody_waits_for_it(failing: int, part: str):
+    plan = plan_of(parallel="pp", world_size=2)
+    results = run_ranks(2, given_up, plan, failing, part, timeout_s=30)
+    assert results[failing] == "gave up" and results[1 - failing] == "told"
 
 
 def test_layers_are_shared_out():

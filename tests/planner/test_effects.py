@@ -6,7 +6,8 @@ import pytest
 
 from fitune import recipe as recipes
 from fitune.memory.phases import needed_bytes
-from fitune.planner import effects, make, predict, techniques_list, whatif
+from fitune.planner import choose, effects, phases, techniques_list
+from fitune.planner.context import open_context
 
 GIB = 2**30
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -15,8 +16,8 @@ MODEL = "meta-llama/Llama-3.1-8B"
 def found(changes, **values):
     """Context, a plan with these fields whatever the planner would choose today, and its effects."""
     recipe = recipes.build({"model": MODEL, **values})
-    context = whatif.context_of(recipe)
-    draft = make._draft(context, make.base_formats(context)[0])
+    context = open_context(recipe)
+    draft = choose.draft_of(context, choose.base_formats(context)[0])
     plan = draft.with_(micro_batch=1, **changes)
     return context, plan, {e.technique.key: e for e in effects.effects(context, plan)}
 
@@ -50,7 +51,7 @@ def test_savings_are_predictions_of_the_other_plan(tight):
     context, plan, got = tight
 
     def needs(**changes):
-        return needed_bytes(predict.phases_of(context, plan.with_(**changes), briefly=True).most)
+        return needed_bytes(phases.phases_of(context, plan.with_(**changes), briefly=True).most)
 
     now = needs()
     for key, changes in (

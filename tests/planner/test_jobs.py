@@ -10,7 +10,7 @@ import pytest
 
 from fitune import recipe as recipes
 from fitune.errors import UserError
-from fitune.planner import jobs
+from fitune.planner import jobs, lengths
 
 
 def recipe(**values):
@@ -70,7 +70,7 @@ def test_long_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     from fitune.model.tokenizers import _bytes
 
     monkeypatch.setattr(jobs, "tokenizer_here", lambda recipe: _bytes("m", 512))
-    monkeypatch.setattr(jobs, "MOST_COUNTED", 30)
+    monkeypatch.setattr(lengths, "MOST_COUNTED", 30)
     job = jobs.of(recipe(data=str(alpaca(tmp_path, 300))), 4096)
     assert (job.basis, job.num_records, job.error) == ("sampled", 280, (0.9, 1.1))  # 2 of 30 were held out
     assert job.tokens == pytest.approx(280 * job.lengths[0])

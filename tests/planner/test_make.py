@@ -9,9 +9,9 @@ import pytest
 from fitune import plan as plans
 from fitune.errors import UserError
 from fitune.memory.constants import HEADROOM, overheads
+from fitune.memory.phases import FIELDS, NAMES
 from fitune.planner import make_plan
-from fitune.planner.make import attention_kernel
-from fitune.planner.result import FIELDS, PHASES
+from fitune.planner.choose import attention_kernel
 from tests.planner.case import (
     GIB,
     MIB,
@@ -374,7 +374,7 @@ def test_json(limit):
     assert values["fits"] is (limit > 1)
     predicted = values["predicted"]
     assert set(predicted) >= {*FIELDS, "step_s", "tokens_per_s", "phases"}
-    assert tuple(predicted["phases"]) == PHASES == ("load", "first_step", "step", "eval", "save", "merge", "resume")
+    assert tuple(predicted["phases"]) == NAMES == ("load", "first_step", "step", "eval", "save", "merge", "resume")
     for fields in predicted["phases"].values():
         assert set(fields) == set(FIELDS)
     assert {r["decision"] for r in values["reasons"]} >= {"method", "base format", "micro-batch", "recomputation"}
@@ -409,8 +409,25 @@ def test_several_cards_are_said_to_be_planned_as_one():
     assert result.plan.budget_bytes < 25 * GIB
 
 
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("on_card", [False, True])
+def test_budget_for_is_the_inverse_of_the_limit(replays, on_card):
+    from dataclasses import replace
+
+    from fitune.planner.context import PlanContext
+    from fitune.planner.target import choose_target
+
+    target = choose_target(recipe(), machine(card_for(GIB)) if on_card else machine())
+    context = PlanContext(recipe(), target, config(), 256, replays=replays, held_back=3 * MIB)
+    budget = context.budget_for(700 * MIB)
+    for size, fits in ((budget, True), (budget - 8, False)):
+        other = PlanContext(recipe(), replace(target, budget_bytes=size), config(), 256, replays=replays,
+                            held_back=3 * MIB)  # fmt: skip
+        assert (other.limit_bytes >= 700 * MIB) == fits
+
+
 def test_attention_kernel_of_an_unknown_class():
-    from fitune.planner.make import PlanContext
+    from fitune.planner.context import PlanContext
     from fitune.planner.target import choose_target
 
     class Odd:

@@ -9,7 +9,7 @@ import pytest
 from fitune.memory.dry import Rows
 from fitune.memory.replay import peaks
 from fitune.planner import placement
-from fitune.planner.make import PlanContext
+from fitune.planner.context import PlanContext
 from fitune.planner.target import choose_target
 from tests.memory.brute import WholeModel, cuda_plan
 from tests.planner.case import GIB, card, config, machine, recipe

@@ -11,12 +11,13 @@ from fitune import recipe as recipes
 from fitune.errors import UserError
 from fitune.memory.phases import needed_bytes
 from fitune.planner import facts, lengths, make, predict
+from fitune.planner.context import open_context
 from tests.planner import case
 
 
 def context(limit_gib: float = 10, **values):
     on = case.machine(case.card(int(limit_gib * 2**30)))
-    return predict.open_context(case.recipe(**values), on, case.config())
+    return open_context(case.recipe(**values), on, config=case.config())
 
 
 def test_a_recipe_is_taken_as_it_is_given():
@@ -55,6 +56,16 @@ def test_the_recipes_own_method_is_tried_first():
     assert tight.fitting["predicted"]["device_bytes"] <= tight.plan.budget_bytes
 
 
+def test_the_plan_that_fits_is_what_plan_finds():
+    job, needs = dict(method="lora", micro_batch=4, recompute="none"), 0
+    needs = predict.predict(case.recipe(**job), case.machine(case.card()), config=case.config()).needed_bytes
+    on = case.machine(case.card(needs - 20 * 2**20))
+    found = predict.predict(case.recipe(**job), on, config=case.config()).fitting
+    planned = make.make_plan(case.recipe(method="lora"), on, config=case.config(), detailed=True)
+    assert found["plan"] == planned.plan.with_(predicted={}, reasons=()).as_dict()
+    assert found["predicted"] == planned.predicted
+
+
 def test_where_nothing_fits_the_planner_says_what_would():
     result = predict.predict(case.recipe(method="full"), case.machine(case.card(830 * 2**20)), config=case.config())
     assert not result.fits and result.fitting is None and result.nearest_fits
@@ -84,9 +95,9 @@ def test_lengths_of_data_set_the_width(tmp_path: Path):
     assert note is None and found is not None
     assert 100 < found.longest_tokens < 200  # bytes of the longest record: no vocabulary of its own
     assert found.total_tokens > found.most_step_tokens > 3 * 100
-    made = predict.open_context(recipe, case.machine(case.card()))
+    made = open_context(recipe, case.machine(case.card()), reads_data=True)
     assert made.data == found
-    assert predict.make.row_width(made, predict.as_given(made, briefly=True)[0]) == found.longest_tokens
+    assert made.row_width(predict.as_given(made, briefly=True)[0]) == found.longest_tokens
 
 
 def test_data_that_is_not_here_is_said_and_a_missing_file_is_an_error():

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fitune import plan as plans
-from fitune.planner import make, make_plan
+from fitune.planner import DataFacts, choose, make_plan
+from fitune.planner.context import REPLAY_MARGIN, PlanContext
+from fitune.planner.target import choose_target
 from tests import tiny
 from tests.planner.case import GIB, MIB, card, card_for, config, machine, plan, reason, recipe
 
@@ -47,8 +49,8 @@ def test_as_many_layers_stay_as_fit():
     assert result.plan.stream_from == "pinned" and 0 < kept < 8
     one_more = result.plan.with_(resident_layers=kept + 1, predicted={}, reasons=())
     where = machine(card_for(75 * MIB), ram_bytes=ROOM)
-    context = make.PlanContext(recipe(method="lora"), make.choose_target(recipe(), where), config(), 256)
-    needs = make.search(context, one_more)._candidate(1, 8, one_more.loss_chunk)
+    context = PlanContext(recipe(method="lora"), choose_target(recipe(), where), config(), 256)
+    needs = choose.search(context, one_more)._candidate(1, 8, one_more.loss_chunk)
     assert needs.peak_bytes > context.limit_bytes
 
 
@@ -88,7 +90,7 @@ def test_what_the_replay_finds_is_what_counts():
         quick_fits += result.fits
         if not result.fits:
             continue
-        assert result.predicted["device_bytes"] <= result.plan.budget_bytes * (1 - make.REPLAY_MARGIN)
+        assert result.predicted["device_bytes"] <= result.plan.budget_bytes * (1 - REPLAY_MARGIN)
         assert result.predicted["step_s"] is None or result.predicted["step_s"] > 0
         for other in result.alternatives:
             assert (other["predicted"]["device_bytes"] or 0) <= result.plan.budget_bytes
@@ -107,10 +109,20 @@ def test_time_is_null_for_a_card_that_nothing_is_known_of():
 
 
 def test_the_run_takes_its_steps():
-    data = make.DataFacts(256, 1.0, 1024, total_tokens=25_600, num_records=100, lengths=(256,) * 100)
+    data = DataFacts(256, 1.0, 1024, total_tokens=25_600, num_records=100, lengths=(256,) * 100)
     asked = recipe(method="lora", gpu="rtx3090", epochs=2)
     predicted = make_plan(asked, config=config(), data=data, detailed=True).predicted
     assert predicted["run_s"] == pytest.approx(50 * predicted["step_s"], rel=0.1), "2 epochs of 100 in steps of 4"
+
+
+def test_half_an_epoch_is_as_long_as_training_makes_it():
+    """10 records in steps of 4 are 3 steps an epoch; half of a second epoch is 2 more, the last one whole."""
+    asked = recipe(method="lora", gpu="rtx3090", epochs=1.5)
+    assert asked.num_steps(10) == 5 and recipe(steps=7, epochs=1.5).num_steps(10) == 7
+    assert recipe(epochs=0.01).num_steps(10) == 1
+    data = DataFacts(256, 1.0, 1024, total_tokens=2_560, num_records=10, lengths=(256,) * 10)
+    predicted = make_plan(asked, config=config(), data=data, detailed=True).predicted
+    assert predicted["run_s"] == pytest.approx(5 * predicted["step_s"], rel=0.1)
 
 
 RUNGS = {

@@ -11,7 +11,7 @@ import pytest
 
 from fitune.engine.optimizers import NEEDS_CUDA, require_device
 from fitune.errors import UserError
-from fitune.planner.make import _check_optimizer
+from fitune.planner.choose import _check_optimizer
 from fitune.recipe import Recipe
 from tests.house.source import ROOT
 

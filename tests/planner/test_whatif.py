@@ -71,6 +71,22 @@ def limits():
     return {limit.what: limit for limit in whatif.limits(recipe())}
 
 
+def test_limits_are_of_the_machine_that_was_named(monkeypatch):
+    """What is known of a card's speed may stand in the machine only."""
+    from fitune import hardware, speed
+    from fitune.catalog import gpus
+
+    real, machines = speed.predict, []
+    monkeypatch.setattr(
+        speed, "predict", lambda *a, machine, **k: machines.append(machine) or real(*a, machine=machine, **k)
+    )
+    for other in ("_longest", "_largest_model"):
+        monkeypatch.setattr(whatif, other, lambda context: None)
+    here = hardware.virtual(gpus.find("rtx3080")[0])
+    whatif.limits(recipe(), here)
+    assert machines and all(machine is here for machine in machines)
+
+
 def test_longest_record(limits):
     limit = limits["seq_len"]
     assert limit.value % whatif.TOKENS_STEP == 0 and not limit.is_end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fitune.catalog import models
@@ -93,3 +95,8 @@ def test_an_unknown_family_is_said_to_be_one():
     )  # fmt: skip
     decoder = decoder_of(config)
     assert not decoder.known and decoder.layers[0].params == 4 * 64 * 64 + 3 * 64 * 128
+
+
+def test_what_holds_a_catalog_shape_is_that_shape():
+    shape = models.find("llama-3.1-8b")
+    assert decoder_of(SimpleNamespace(shape=shape)) == decoder_of(shape)

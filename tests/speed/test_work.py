@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from fitune.speed.work import Workload, step_work
+from fitune.speed.work import Workload, step_work, trained_params
 from tests.speed.case import LEAN, LORA, decoder, plan
 
 MOE = "Qwen/Qwen3-30B-A3B"
@@ -115,3 +115,10 @@ def test_the_update_reads_what_is_trained():
     moved = [next(s for s in w.segments if s.phase == "optimizer").memory_bytes for w in (lora, full)]
     assert moved[0] == 40 * 41_943_040  # peft's count of trainable parameters of Llama-3.1-8B at r = 16
     assert moved[1] == pytest.approx(46 * 8.03e9, rel=0.001)
+
+
+def test_what_is_trained():
+    """Adapters of rank 1 on a 4096 x 4096 product in 32 layers; half of them where a plan runs half of the layers."""
+    assert trained_params(plan(adapter=TINY_LORA), decoder()) == 32 * (4096 + 4096)
+    assert trained_params(plan(adapter=TINY_LORA, num_layers=16), decoder()) == 16 * (4096 + 4096)
+    assert trained_params(plan(base_format="bf16", method="full", adapter=None), decoder()) == decoder().params

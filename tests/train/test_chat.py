@@ -60,9 +60,9 @@ def test_a_model_as_it_is(base: Path, monkeypatch):
     """In the precision that the plan chooses for this machine; here the one in which answers can be compared."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fitune.planner import make
+    from fitune.planner import choose
 
-    monkeypatch.setattr(make, "auto_precision", lambda target: "fp32")
+    monkeypatch.setattr(choose, "auto_precision", lambda target: "fp32")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = by_transformers(plain, AutoTokenizer.from_pretrained(base), STYLE.format("Hello"))
     chat = Chat(str(base), max_tokens=TOKENS)

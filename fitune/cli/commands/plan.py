@@ -29,8 +29,9 @@ def command(
     MODEL is a model id, a folder, a GGUF file, a short name (smollm2) or a recipe file (.yaml), whose settings the
     options override. With --gpu no GPU is needed; for the models of the catalog no network either.
     """
-    result = api.plan_result(model, given(settings)).as_dict()
-    result |= answer(model, given(settings), explain=explain, what_if=what_if, limits=limits)
+    recipe, machine, planned = api.planned(model, given(settings))
+    result = planned.as_dict()
+    result |= answer(recipe, machine, result["plan"], explain=explain, what_if=what_if, limits=limits)
     if as_json:
         print_json(result)
     else:

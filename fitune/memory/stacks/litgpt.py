@@ -11,6 +11,8 @@ Left out: LongLoRA, GaLore, mixture of experts, KV cache of the sample generatio
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fitune.memory.stacks import constants
 from fitune.memory.stacks.prediction import Phase, StackPrediction, Term, settle
 from fitune.memory.stacks.settings import StackSettings
@@ -76,7 +78,7 @@ def predict(s: StackSettings) -> StackPrediction:
     trained = s.adapter_params if s.method != "full" else m.linear_params + 2 * head + m.norm_params
     opt = optimizer(s, element)
     if s.method == "qlora":  # instantiate_bnb_optimizer: paged moments, outside torch's counters
-        opt = optimizer(s.__class__(**{**s.__dict__, "optimizer": "paged_adamw"}), element)
+        opt = optimizer(replace(s, optimizer="paged_adamw"), element)
     part = share(s)
     static = [
         Term("weights", "embedding and head apart, also where the model ties them", weights * part.weights),

@@ -4,41 +4,28 @@ table."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fitune.catalog.models import ModelShape
 from fitune.errors import UserError
 from fitune.memory.stacks.settings import StackShape
 
-
-@dataclass(frozen=True)
-class Family:
-    """What bare columns leave out, by the model's name."""
-
-    pattern: str
-    head_dim: int | None = None
-    norm: str = "rms"
-    norms_per_layer: int = 2
-    parallel_residual: bool = False
-    shared_norm: bool = False
-    softcap: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-# Published configurations of these families (config.json on their hubs); the first pattern that occurs wins.
-FAMILIES = (
-    Family(r"gemma-?2-", head_dim=256, norms_per_layer=4, softcap=True),
-    Family(r"gemma-?[34]", head_dim=256, norms_per_layer=4, qk_norm=True),
-    Family(r"gemma", head_dim=256),
-    Family(r"qwen-?3", head_dim=128, qk_norm=True),
-    Family(r"qwen-?2|qwen-?1\.5|qwen", qkv_bias=True),
-    Family(r"falcon", norm="layer", norms_per_layer=1, parallel_residual=True, shared_norm=True),
-    Family(r"phi-?(1|2)", norm="layer", norms_per_layer=1, parallel_residual=True, shared_norm=True, qkv_bias=True),
-    Family(r"stablelm-(base|tuned)-alpha|pythia|neox|redpajama|dolly", norm="layer", parallel_residual=True),
-    Family(r"stablelm", norm="layer"),
-    Family(r"santacoder|starcoder|bigcode|gpt2|opt-", norm="layer", qkv_bias=True),
+# What bare columns leave out, by the model's name: published configurations of these families (config.json on their
+# hubs). The first pattern that occurs wins; without one it is a decoder like Llama's.
+_NEOX: dict[str, Any] = dict(norm="layer", parallel_residual=True)
+_ONE_NORM: dict[str, Any] = dict(_NEOX, norms_per_layer=1, shared_norm=True)
+FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"gemma-?2-", dict(head_dim=256, norms_per_layer=4, softcap=True)),
+    (r"gemma-?[34]", dict(head_dim=256, norms_per_layer=4, qk_norm=True)),
+    (r"gemma", dict(head_dim=256)),
+    (r"qwen-?3", dict(head_dim=128, qk_norm=True)),
+    (r"qwen-?2|qwen-?1\.5|qwen", dict(qkv_bias=True)),
+    (r"falcon", _ONE_NORM),
+    (r"phi-?(1|2)", dict(_ONE_NORM, qkv_bias=True)),
+    (r"stablelm-(base|tuned)-alpha|pythia|neox|redpajama|dolly", _NEOX),
+    (r"stablelm", dict(norm="layer")),
+    (r"santacoder|starcoder|bigcode|gpt2|opt-", dict(norm="layer", qkv_bias=True)),
 )
 
 _NOT_MODELLED = {"moe": "mixtures of experts", "mla": "latent attention", "linear_attention": "linear attention"}
@@ -63,13 +50,9 @@ def from_columns(
     Head size and kind of norm follow from the family's name; whether the MLP is gated from the parameter count
     (``params_b``, billions): of the two possible counts the nearer one. Without a count it is gated.
     """
-    family = next((f for f in FAMILIES if re.search(f.pattern, name.lower())), Family(""))
-    shape = StackShape(
-        name, hidden, layers, heads, kv_heads, family.head_dim or hidden // heads, intermediate, vocab, tied,
-        norm="layer" if family.norm == "layer" else "rms", norms_per_layer=family.norms_per_layer,
-        parallel_residual=family.parallel_residual, shared_norm=family.shared_norm, softcap=family.softcap,
-        qkv_bias=family.qkv_bias, qk_norm=family.qk_norm,
-    )  # fmt: skip
+    bare = StackShape(name, hidden, layers, heads, kv_heads, hidden // heads, intermediate, vocab, tied)
+    family = next((fields for pattern, fields in FAMILIES if re.search(pattern, name.lower())), {})
+    shape = replace(bare, **family)
     plain = replace(shape, gated=False)
     if params_b and abs(plain.params / 1e9 - params_b) < abs(shape.params / 1e9 - params_b):
         return plain

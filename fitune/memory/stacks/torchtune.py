@@ -9,6 +9,8 @@ With ``torch.compile`` the partitioner keeps the inputs of matmuls and recompute
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fitune.memory.stacks import constants
 from fitune.memory.stacks.prediction import Phase, StackPrediction, Term, settle
 from fitune.memory.stacks.settings import StackSettings
@@ -50,7 +52,7 @@ def predict(s: StackSettings) -> StackPrediction:
     trained = m.params if s.method == "full" else s.adapter_params
     opt = optimizer(s, each)
     if not opt.in_backward and "8bit" not in s.optimizer:
-        opt = optimizer(s.__class__(**{**s.__dict__, "optimizer": s.optimizer + " fused"}), each)
+        opt = optimizer(replace(s, optimizer=s.optimizer + " fused"), each)
     on_gpu = 0.0 if "params" in s.offload else 1.0
     static = [
         Term("weights", "weights", on_gpu * weights),

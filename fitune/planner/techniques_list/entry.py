@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LANGUAGES = ("en", "zh")
+from fitune.memory.groups import LANGUAGES
+
 Pair = tuple[str, str]
 EXACT = ("exact", "approximate", "other")
 """`exact`: the same mathematics; `approximate`: rounded numbers; `other`: another training method or optimizer."""

@@ -10,22 +10,20 @@ from fitune.memory.stacks.settings import TARGETS
 ATTENTION = ("q", "k", "v", "o")
 ALL_LINEAR = TARGETS[:7]
 
-MISTRAL = from_columns("mistralai/Mistral-7B-v0.1", hidden=4096, layers=32, heads=32, kv_heads=8, intermediate=14336,
-                       vocab=32000, tied=False, params_b=7.242)  # fmt: skip
-LLAMA2 = from_columns("meta-llama/Llama-2-7b-hf", hidden=4096, layers=32, heads=32, kv_heads=32, intermediate=11008,
-                      vocab=32000, tied=False, params_b=6.738)  # fmt: skip
-LLAMA3 = from_columns("meta-llama/Llama-3.1-8B", hidden=4096, layers=32, heads=32, kv_heads=8, intermediate=14336,
-                      vocab=128256, tied=False, params_b=8.03)  # fmt: skip
-LLAMA32_3B = from_columns("meta-llama/Llama-3.2-3B", hidden=3072, layers=28, heads=24, kv_heads=8, intermediate=8192,
-                          vocab=128256, tied=True, params_b=3.213)  # fmt: skip
-GEMMA2B = from_columns("google/gemma-2b", hidden=2048, layers=18, heads=8, kv_heads=1, intermediate=16384,
-                       vocab=256000, tied=True, params_b=2.506)  # fmt: skip
-FALCON = from_columns("tiiuae/falcon-7b", hidden=4544, layers=32, heads=71, kv_heads=1, intermediate=18176,
-                      vocab=65024, tied=False, params_b=7.217)  # fmt: skip
-QWEN_HALF = from_columns("Qwen/Qwen2.5-0.5B-Instruct", hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864,
-                         vocab=151936, tied=True, params_b=0.494)  # fmt: skip
-QWEN_7B = from_columns("Qwen/Qwen2.5-7B-Instruct", hidden=3584, layers=28, heads=28, kv_heads=4, intermediate=18944,
-                       vocab=152064, tied=False, params_b=7.616)  # fmt: skip
+
+def shape(name, hidden, layers, heads, kv_heads, intermediate, vocab, params_b, tied=False) -> StackShape:
+    return from_columns(name, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, intermediate=intermediate,
+                        vocab=vocab, tied=tied, params_b=params_b)  # fmt: skip
+
+
+MISTRAL = shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 14336, 32000, 7.242)
+LLAMA2 = shape("meta-llama/Llama-2-7b-hf", 4096, 32, 32, 32, 11008, 32000, 6.738)
+LLAMA3 = shape("meta-llama/Llama-3.1-8B", 4096, 32, 32, 8, 14336, 128256, 8.03)
+LLAMA32_3B = shape("meta-llama/Llama-3.2-3B", 3072, 28, 24, 8, 8192, 128256, 3.213, tied=True)
+GEMMA2B = shape("google/gemma-2b", 2048, 18, 8, 1, 16384, 256000, 2.506, tied=True)
+FALCON = shape("tiiuae/falcon-7b", 4544, 32, 71, 1, 18176, 65024, 7.217)
+QWEN_HALF = shape("Qwen/Qwen2.5-0.5B-Instruct", 896, 24, 14, 2, 4864, 151936, 0.494, tied=True)
+QWEN_7B = shape("Qwen/Qwen2.5-7B-Instruct", 3584, 28, 28, 4, 18944, 152064, 7.616)
 
 FULL = StackSettings(MISTRAL, "full", attention="flash", packing=True, micro_batch=4, seq_len=4096,
                      transformers=(4, 48), tool_version=(0, 13))  # fmt: skip

@@ -1,0 +1,198 @@
+"""What a plan is made from: recipe, target, the model's configuration, what is known of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fitune.memory import known, shipped
+from fitune.memory.constants import HEADROOM
+from fitune.memory.variant import variant_of
+from fitune.plan import Plan
+from fitune.planner import lengths, positions
+from fitune.planner.lengths import DataFacts
+from fitune.planner.target import Target, choose_target
+from fitune.recipe import Recipe
+from fitune.units import from_gib
+
+if TYPE_CHECKING:
+    from fitune.hardware import Machine
+    from fitune.speed import StepTime, Workload
+
+REPLAY_MARGIN = 0.01
+"""Share of the budget that a plan whose phases were replayed leaves free. On an H200 (torch 2.11, 2026-11-30) the
+driver counted at most 0.8 % (p95) more than was replayed, over 67 configurations, and no run predicted below a cap
+failed (`benchmarks/results/h200-matrix-2026-11-30.json`). Where a card's overheads are assumed, what they may be more
+is left free too."""
+
+
+@dataclass
+class PlanContext:
+    """Everything decisions are taken from."""
+
+    recipe: Recipe
+    target: Target
+    config: Any  # configuration of the text model: transformers' own, or a catalog model's plain values
+    seq_len: int  # the recipe's, within the positions the model has
+    data: DataFacts | None = None
+    notes: list[str] = field(default_factory=list)
+    tracers: dict[tuple[int, str, str], Any] = field(default_factory=dict)
+    machine: Machine | None = None
+    replays: bool = False  # what is chosen is replayed on the allocator's model before it counts as fitting
+    held_back: int = 0  # bytes by which replays were above what the search had taken for granted
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What a replayed plan may need of the budget, as the driver counts it."""
+        return int(self.target.budget_bytes * (1 - REPLAY_MARGIN)) - self._assumed_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """What tensors may take: the budget less what stays free, context and workspaces."""
+        extra = self.target.overheads
+        room = self.allowed_bytes if self.replays else int(self.target.budget_bytes * (1 - HEADROOM))
+        return room - extra.context_bytes - extra.workspace_bytes - self.held_back
+
+    def budget_for(self, tensor_bytes: int) -> int:
+        """The budget in which so many bytes of tensors fit: the inverse of `limit_bytes`."""
+        extra = self.target.overheads
+        taken = tensor_bytes + extra.context_bytes + extra.workspace_bytes + self.held_back
+        if not self.replays:
+            return int(taken / (1 - HEADROOM)) + 1
+        return int((taken + self._assumed_bytes) / (1 - REPLAY_MARGIN)) + 1
+
+    @property
+    def _assumed_bytes(self) -> int:
+        """What overheads that are not measured may be more."""
+        extra = self.target.overheads
+        return extra.slack_bytes[1] if extra.context.basis == "assumed" else 0
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The model's shape for `fitune.speed`."""
+        from fitune.speed.shape import decoder_of
+
+        return decoder_of(self.config)
+
+    def changed(self, recipe: Recipe, *, target: Target | None = None, config: Any = None) -> PlanContext:
+        """The same job and machine with other settings, on another card or of another model. Its plans are not
+        replayed.
+
+        Raises:
+            UserError: records longer than the model can read.
+        """
+        config = self.config if config is None else config
+        seq_len, _ = positions.effective_seq_len(recipe, config)
+        return PlanContext(recipe, target or self.target, config, seq_len, self.data, tracers=self.tracers,
+                           machine=self.machine)  # fmt: skip
+
+    def row_width(self, plan: Plan) -> int:
+        """Tokens in the widest row that training will meet."""
+        if self.data is None:
+            return plan.seq_len
+        return min(plan.seq_len, self.data.most_step_tokens if plan.packing else self.data.longest_tokens)
+
+    def num_rows(self, plan: Plan) -> int:
+        """Most rows of a step."""
+        if plan.packing and self.data is not None:
+            return max(1, min(plan.batch, -(-2 * self.data.most_step_tokens // plan.seq_len)))
+        return plan.batch
+
+    def step_time(self, plan: Plan, workload: Workload | None = None) -> StepTime:
+        """Of a plan's step; without `workload` at rows as wide as the widest that training meets."""
+        from fitune import speed
+
+        rates = self.target.calibration.rates if self.target.calibration is not None else None
+        workload = workload or speed.Workload(self.row_width(plan))
+        return speed.predict(plan, self.decoder, machine=self.machine, calibration=rates, workload=workload)
+
+    def tracer(self, plan: Plan) -> Any:
+        """What gives the memory terms of a plan's variant (see `memory.known.tracer_for`), made once."""
+        key = id(self.config), variant_of(plan), plan.optimizer
+        if key not in self.tracers:
+            self.tracers[key] = known.tracer_for(self.config, plan)
+        return self.tracers[key]
+
+
+def open_context(
+    recipe: Recipe,
+    machine: Machine | None = None,
+    *,
+    config: Any = None,
+    data: DataFacts | None = None,
+    reads_data: bool = False,
+    replays: bool = False,
+    notes: Sequence[str] = (),
+) -> PlanContext:
+    """Budget and model of a recipe on a machine (this one, or the cards of `--gpu`).
+
+    Args:
+        config: the model's configuration when it is known already; otherwise it is looked up by name, without weights.
+        data: lengths of the data when it has been read; `reads_data`: they are read here.
+        notes: what `find_machine` said of the machine.
+
+    Raises:
+        UserError: unknown model or card, a device that is not there, data that cannot be used.
+    """
+    notes = list(notes)
+    machine = machine or find_machine(recipe, notes)
+    target = choose_target(recipe, machine)
+    if machine.assumptions:
+        notes.insert(0, machine.assumptions)
+    notes += target.notes
+    if config is None:
+        config = config_of(recipe, notes)
+    seq_len, cut = positions.effective_seq_len(recipe, config)
+    unread = None
+    if reads_data:
+        data, unread = lengths.read(recipe, seq_len)
+    longest = seq_len if data is None else min(seq_len, data.longest_tokens)
+    notes += [note for note in (cut, positions.beyond_rotary(longest, config), unread) if note]
+    return PlanContext(recipe, target, config, seq_len, data, notes, machine=machine, replays=replays)
+
+
+def find_machine(recipe: Recipe, notes: list[str]) -> Machine:
+    """This machine, or one with the cards of `--gpu`."""
+    from fitune import hardware
+    from fitune.catalog import gpus
+
+    if recipe.gpu is None:
+        return hardware.probe()
+    cards, said = gpus.parse_with_notes(recipe.gpu)
+    notes += said
+    if sum(count for _, count in cards) > 1:
+        notes.append("this version plans for one GPU of those named")
+    return hardware.virtual_mixed(cards, ram_bytes=from_gib(recipe.ram) if recipe.ram else None)
+
+
+def config_of(recipe: Recipe, notes: list[str]) -> Any:
+    """The configuration of the recipe's model, found without its weights."""
+    found = _of_catalog(recipe, notes)
+    if found is not None:
+        return found
+    from fitune.model.build import with_rope_scaling
+    from fitune.model.source import resolve
+
+    source = resolve(recipe.model, hub=recipe.hub, trust_remote_code=recipe.trust_remote_code, weights=False)
+    notes += source.notes
+    return with_rope_scaling(source.config, recipe.rope_scaling)
+
+
+def _of_catalog(recipe: Recipe, notes: list[str]) -> shipped.CatalogConfig | None:
+    """What `resolve` would find in the catalog, without importing transformers; None for everything else."""
+    from fitune.model import source
+
+    name = recipe.model.strip()
+    is_random = name.startswith(source.RANDOM)
+    inner = name.removeprefix(source.RANDOM).strip()
+    path = Path(inner).expanduser()
+    if recipe.rope_scaling or path.suffix.lower() == ".gguf" or path.exists():
+        return None
+    found = shipped.catalog_config(inner)
+    if found is not None:
+        notes += [found.shape.training_note] if found.shape.training_note else []
+        notes += [source.random_note(seed=0)] if is_random else []
+    return found

@@ -1,0 +1,78 @@
+"""Every phase of a chosen plan, replayed on the allocator's model, with the time of its step and of its run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from fitune.memory.phases import Prediction
+from fitune.memory.phases import predict as predict_phases
+from fitune.plan import Plan
+from fitune.planner import facts as model_facts
+from fitune.planner import placement
+from fitune.planner.context import PlanContext
+from fitune.planner.jobs import Job
+from fitune.planner.result import PlanResult
+
+if TYPE_CHECKING:
+    from fitune.speed import JobTime
+
+
+def phases_of(context: PlanContext, plan: Plan, *, briefly: bool = False) -> Prediction:
+    """Every phase of a plan for a context's model and machine; `briefly` only those of loading and stepping."""
+    width = context.row_width(plan)
+    terms = placement.terms_of(context, plan, context.num_rows(plan))(plan.micro_batch, width, plan.loss_chunk)
+    facts = model_facts.of(context, plan, terms, width)
+    script = placement.script_of(context, plan)
+    return predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
+
+
+def predicted_of(context: PlanContext, prediction: Prediction) -> dict[str, Any]:
+    """The `predicted` object of a plan, with the time of its step."""
+    return prediction.as_dict() | times_of(context, prediction.plan)
+
+
+def times_of(context: PlanContext, plan: Plan) -> dict[str, Any]:
+    """Seconds of a step, tokens a second and seconds of the run, each with low and high: None where nothing is known of
+    the card; the run's also where no data was read."""
+    time = context.step_time(plan)
+    known = time.basis != "unknown"
+    run = _run_time(context, plan) if known else None
+    return {
+        "step_s": time.step_s if known else None,
+        "step_low_s": time.low_s if known else None,
+        "step_high_s": time.high_s if known else None,
+        "step_basis": time.basis,
+        "tokens_per_s": time.tokens_per_s if known else None,
+        "tokens_per_s_low": time.tokens / time.high_s if known else None,
+        "tokens_per_s_high": time.tokens / time.low_s if known else None,
+        "run_s": run.seconds if run else None,
+        "run_low_s": run.low_s if run else None,
+        "run_high_s": run.high_s if run else None,
+    }
+
+
+def _run_time(context: PlanContext, plan: Plan) -> JobTime | None:
+    """Of all steps, at the data's own lengths."""
+    from fitune import speed
+
+    recipe, data = context.recipe, context.data
+    if data is None or data.num_records is None or not data.lengths:
+        return None
+    steps = recipe.num_steps(data.num_records)
+    tokens = data.num_records * sum(data.lengths) / len(data.lengths)
+    job = Job(data.num_records, tokens, recipe.epochs or 1, steps, recipe.batch, data.lengths)
+    mean_plan, workload = job.workload(plan)
+    return speed.job_time(context.step_time(mean_plan, workload), steps)
+
+
+def with_phases(context: PlanContext, result: PlanResult, prediction: Prediction | None = None) -> PlanResult:
+    """A plan's result with every phase predicted, what the allocator reserves, and the time of a step.
+
+    Args:
+        prediction: of the result's plan, where it was made already.
+    """
+    if prediction is None:
+        prediction = phases_of(context, result.plan)
+    predicted = predicted_of(context, prediction)
+    return dataclasses.replace(result, plan=result.plan.with_(predicted=predicted), predicted=predicted)

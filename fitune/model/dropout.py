@@ -4,9 +4,16 @@ A mask bit is a hash of (seed, optimizer step, record, position in the record, m
 the micro-batch, the order of layers, recomputation or the rank, so accumulation, packing, activation checkpointing
 and resuming stay exact with dropout on. The hash is a 32-bit multiply-xorshift finaliser ("lowbias32", C. Wellons,
 https://github.com/skeeto/hash-prospector); its constants are facts of that search.
+
+On a GPU one Triton kernel makes the mask and applies it, in place of some forty elementwise kernels over 32-bit hashes.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
+import subprocess
+from typing import Any
 
 import torch
 
@@ -48,11 +55,21 @@ def token_keys(record_ids: torch.Tensor, position_ids: torch.Tensor, seed: int, 
     return _scramble(keys)
 
 
-def apply(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int) -> torch.Tensor:
+def apply(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int, *, on_cuda: bool = False) -> torch.Tensor:
     """`x` [N, F] with a share `p` of its elements zeroed and the rest scaled by 1 / (1 - p). Linear in x.
 
-    `keys` [N] int32 as from `token_keys`. The same call on a gradient is the backward pass.
+    `keys` [N] int32 as from `token_keys`. The same call on a gradient is the backward pass. `on_cuda`: the plan's
+    device is a GPU, also while the step runs on meta.
     """
+    if x.device.type == "meta" and on_cuda:
+        return torch.empty_like(x)
+    if x.device.type == "cuda" and x.dtype != torch.float64 and (kernel := _fused(x.device)) is not None:
+        return _launch(kernel, x, p, keys, module_key)
+    return _plain(x, p, keys, module_key)
+
+
+def _plain(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int) -> torch.Tensor:
+    """With torch's own elementwise kernels."""
     num_features = x.shape[1]
     out = torch.empty_like(x)
     threshold = int(p * (_MASK31 + 1))
@@ -65,3 +82,34 @@ def apply(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int) -> tor
         h &= _MASK31
         torch.mul(x[part], h >= threshold, out=out[part])
     return out.mul_(1 / (1 - p))
+
+
+def _launch(kernel: Any, x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int) -> torch.Tensor:
+    """One launch over all elements. The result equals that of `_plain` for finite x."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_rows, num_features = x.shape
+    block = min(2048, 1 << max(num_features - 1, 1).bit_length())
+    grid = (num_rows, -(-num_features // block))
+    if x.numel():
+        with torch.cuda.device(x.device):
+            kernel[grid](
+                x, out, keys, num_features, x.stride(0), x.stride(1), module_key, int(p * (_MASK31 + 1)), 1 / (1 - p),
+                BLOCK=block,
+            )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _fused(device: torch.device) -> Any:
+    """The kernel, where Triton is there and can build it (it needs a C compiler); else None, and said once."""
+    x = torch.arange(24, dtype=torch.float32, device=device).view(2, 12)
+    keys = torch.arange(2, dtype=torch.int32, device=device)
+    try:
+        from fitune.model.dropout_kernel import dropout_kernel
+
+        same = torch.equal(_launch(dropout_kernel, x, 0.5, keys, 7), _plain(x, 0.5, keys, 7))
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        logging.getLogger(__name__).warning("LoRA dropout runs without its Triton kernel, which is slower: %s", why)
+        return None
+    return dropout_kernel if same else None

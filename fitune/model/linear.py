@@ -187,7 +187,7 @@ class BaseLinear(nn.Module):
     def dropped(self, x_NI: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         if keys is None or self.dropout == 0:
             return x_NI
-        return counter_dropout.apply(x_NI, self.dropout, keys, self.module_key)
+        return counter_dropout.apply(x_NI, self.dropout, keys, self.module_key, on_cuda=self.context.on_cuda)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         keys = self.context.token_keys if self.dropout > 0 else None

@@ -78,7 +78,7 @@ def test_the_question_people_start_with(capsys: pytest.CaptureFixture[str]):
     for name in ("activation checkpointing", "accumulation", "half the length"):
         assert name in text
     assert 4 < size_in(text, "The plan that fits") < 9.70
-    fitting = text[text.index("The plan that fits") :]
+    fitting = " ".join(text[text.index("The plan that fits") :].split())
     assert re.search(r"LoRA r=16 on a (nf4|int8|bf16) .*batch 4", fitting)
     assert "on a bf16" not in fitting or "layers streamed from RAM" in fitting, "12.6 GiB are not on this card"
 

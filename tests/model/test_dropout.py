@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fitune.memory.follow import Follower
 from fitune.model import dropout
 
 FEATURES = 256
@@ -123,3 +124,26 @@ def test_backward_mask_is_the_forward_mask():
 def test_runs_on_meta():
     k = torch.empty(10, dtype=torch.int32, device="meta")
     assert dropout.apply(torch.empty(10, 8, device="meta"), 0.1, k, 1).shape == (10, 8)
+
+
+def test_on_meta_a_gpu_plan_makes_the_result_alone():
+    """The kernel has no temporaries; the plain way has hashes."""
+    k, x = torch.empty(10, dtype=torch.int32, device="meta"), torch.empty(10, 8, device="meta")
+    for on_cuda, least, most in ((True, 1, 1), (False, 3, 99)):
+        with Follower("meta") as follower:
+            dropout.apply(x, 0.1, k, 1, on_cuda=on_cuda)
+        assert least <= sum(event > 0 for event in follower.events) <= most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 256), (7, 14336), (5, 100), (3, 1), (0, 8)], ids=str)
+def test_the_kernel_gives_what_plain_torch_gives(dtype, shape):
+    device = torch.device("cuda", 0)
+    assert dropout._fused(device) is not None, "Triton is here with any CUDA build for Linux"
+    k = keys(records=1, positions=shape[0]).to(device)
+    x = torch.randn(shape[1], shape[0], device=device).to(dtype).t()  # not contiguous
+    for each in (x, x.contiguous()):
+        for p, module in ((0.05, 3), (0.5, 12345)):
+            key = dropout.scramble_int(module)
+            assert torch.equal(dropout.apply(each, p, k, key), dropout._plain(each, p, k, key))

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import multiprocessing
 import platform
+import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +70,6 @@ def header(name: str) -> Record:
 
     import fitune
 
-    properties = torch.cuda.get_device_properties(0)
     cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                 if line.startswith("model name")), platform.processor())  # fmt: skip
     versions = {"fitune": fitune.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
@@ -77,24 +77,52 @@ def header(name: str) -> Record:
         versions["bitsandbytes"] = importlib.metadata.version("bitsandbytes")
     return {
         "name": name,
-        "gpu": {"name": properties.name, "total_bytes": properties.total_memory,
-                "compute_capability": f"{properties.major}.{properties.minor}"},
+        "gpu": _card() if torch.cuda.is_available() else None,  # None: a dry run
         "versions": versions,
         "date": datetime.date.today().isoformat(),
         "host": f"{platform.node()}, {cpu}",
     }  # fmt: skip
 
 
+def _card() -> Record:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {"name": properties.name, "total_bytes": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}"}  # fmt: skip
+
+
 def filled(source: Any, plan: Any) -> Any:
-    """A source's model as a plan has it, with its weights and adapters, on the GPU."""
+    """A source's model as a plan has it, with its weights and adapters, on the plan's device."""
     import torch
 
     from fitune.model.build import add_adapter, build, fill, weights_to_read
 
-    built = build(source.config, plan, "cuda")
-    fill(built, source.iter_weights(weights_to_read(built), device=torch.device("cuda")), plan)
+    built = build(source.config, plan, plan.device)
+    fill(built, source.iter_weights(weights_to_read(built), device=torch.device(plan.device)), plan)
     add_adapter(built, plan)
     return built
+
+
+def forget(built: Any) -> None:
+    """Free what an engine left: only the weights stay, the allocator's cache is empty."""
+    import gc
+
+    import torch
+
+    built.context.scratch = None
+    for parameter in built.model.parameters():
+        parameter.grad = None
+    gc.collect()
+    if built.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def commit() -> str:
+    """The commit of the code that runs."""
+    answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run(["git", "status", "--porcelain", "fitune"], capture_output=True, text=True, check=False)
+    return (answer.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
 
 
 def engine_of(recipe: Any, plan: Any) -> Any:

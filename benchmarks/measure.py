@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import multiprocessing
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def main() -> None:
         for group in matrix.GROUPS:
             print(group.name, *group.points)
     elif args.what == "predict":
-        predict_all(args.groups, args.gpu, args.points, args.processes, args.commit or _commit())
+        predict_all(args.groups, args.gpu, args.points, args.processes, args.commit or bench.commit())
     else:
         run_all(args.groups, args.points, args.out, args.seconds)
 
@@ -96,12 +94,6 @@ def run_all(names: list[str], points: Path, out_path: Path, seconds: float) -> N
             out.add(record)
             print(row(record), flush=True)
         print(f"  -- {name}: {time.time() - at:.0f} s", flush=True)
-
-
-def _commit() -> str:
-    answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changed = subprocess.run(["git", "status", "--porcelain", "fitune"], capture_output=True, text=True, check=False)
-    return (answer.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
 
 
 @dataclasses.dataclass
@@ -189,18 +181,7 @@ def run_group(todo: list[dict[str, Any]], send: bench.Send) -> None:
             except torch.OutOfMemoryError as error:
                 measured = {"error": f"OutOfMemoryError: {error}"}
         send({**values, **bench.header(point.case), **measured})
-        _forget(built)
-
-
-def _forget(built: Any) -> None:
-    """Free what a point left: the cache is empty afterwards but for the weights."""
-    import torch
-
-    built.context.scratch = None
-    for parameter in built.model.parameters():
-        parameter.grad = None
-    gc.collect()
-    torch.cuda.empty_cache()
+        bench.forget(built)
 
 
 def _steps(point: Point, built: Any, num_steps: int, phases: dict[str, Any]) -> tuple[list[float], float]:

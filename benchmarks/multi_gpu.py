@@ -41,7 +41,7 @@ SHARDS = dict(stream_from="shards", resident_layers=0, ring_buffers=2, embedding
 
 def _case(ranks: int, way: str, recipe: dict[str, Any], batch: int, against: str = "", cap_gib: float | None = None,
           **changes: Any) -> dict[str, Any]:  # fmt: skip
-    """`batch` is each rank's; `changes` are the plan's."""
+    """`batch` is each rank's share of a step's records; `changes` are the plan's."""
     return dict(ranks=ranks, way=way, recipe=recipe, batch=batch, against=against, cap_gib=cap_gib, changes=changes)
 
 
@@ -58,8 +58,12 @@ CASES: dict[str, dict[str, Any]] = {
     "8b-full-fsdp2": _case(
         0, "fsdp2", _8B | dict(method="full"), 4, **SHARDS | dict(embedding_place="device", loss_chunk=256)
     ),
+    "8b-bf16-tp": _case(0, "tp", _8B | dict(method="lora"), 4, "8b-bf16-one", embedding_place="device"),
+    "8b-nf4-tp": _case(0, "tp", _8B | dict(method="qlora"), 4, "8b-nf4-one", embedding_place="device"),
+    "8b-full-tp": _case(0, "tp", _8B | dict(method="full"), 4, embedding_place="device", loss_chunk=256),
     "70b-nf4-one": _case(1, "none", _70B | dict(micro_batch=2), 2, embedding_place="host", head_place="host"),
     "70b-nf4-fsdp2": _case(0, "fsdp2", _70B | dict(micro_batch=2), 2, "70b-nf4-one", **SHARDS, head_place="host"),
+    "70b-nf4-tp": _case(0, "tp", _70B | dict(micro_batch=2), 2, "70b-nf4-one", embedding_place="device"),
     "70b-nf4-streamed-24gib": _case(
         0, "streamed", _70B | dict(micro_batch=2), 2, cap_gib=24, **LEAN | dict(loss_chunk=512), mlp_tiles=4
     ),
@@ -112,6 +116,7 @@ def _point(name: str, args: argparse.Namespace) -> dict[str, Any]:
     from fitune.memory.dry import Rows
     from fitune.memory.ranks import trace_rank
     from fitune.model.source import resolve
+    from fitune.parallel.world import SAME_RECORDS
     from fitune.planner import make_plan
     from fitune.planner.context import find_machine
     from fitune.planner.target import choose_target
@@ -125,7 +130,8 @@ def _point(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if args.cpu and plan.stream_from == "pinned":
         plan = plan.with_(stream_from="pageable")
     plan = plan.with_(parallel=case["way"], world_size=ranks, batch=case["batch"] * ranks, predicted={}, reasons=())
-    rows = [Rows(plan.micro_batch, plan.seq_len)] * (case["batch"] // plan.micro_batch)
+    mine = plan.batch if case["way"] in SAME_RECORDS else case["batch"]
+    rows = [Rows(plan.micro_batch, plan.seq_len)] * (mine // plan.micro_batch)
     peaks = trace_rank(config, plan, rows)
     target = choose_target(recipe, find_machine(recipe, []))
     extra = 0 if args.cpu else target.overheads.workspace_bytes
@@ -145,7 +151,7 @@ def _tiny(case: dict[str, Any]) -> dict[str, Any]:
 def _tiny_config() -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=512,
+    return AutoConfig.for_model("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=512,
                                 num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
 
 
@@ -414,8 +420,10 @@ def _engine(job: dict[str, Any], plan: Any, group: Any, device: Any) -> tuple[An
 def _share(plan: Any, step: int, vocab_size: int, group: Any) -> list[Any]:
     """This rank's micro-batches of a step: full rows of random tokens."""
     from fitune.parallel.replicated import share_of
+    from fitune.parallel.world import SAME_RECORDS
 
-    mine = share_of(bench.full_rows(plan, step, vocab_size), group.rank, group.size)
+    rows = bench.full_rows(plan, step, vocab_size)
+    mine = rows if plan.parallel in SAME_RECORDS else share_of(rows, group.rank, group.size)
     return bench.micro_batches(plan, mine)
 
 

@@ -77,7 +77,10 @@ class Plan:
     offload_inputs: bool = False  # saved inputs of recomputed layers wait in host memory
     optimizer_place: str = "device"  # device | host | streamed: masters and state; streamed: updated on the GPU
     mlp_tiles: int = 1  # pieces of tokens in which a recomputed layer's gated MLP runs
-    parallel: str = "none"  # how several GPUs work together: none | ddp | streamed | fsdp2 | pp
+    offload_optimizer: str = "none"  # ZeRO: where DeepSpeed keeps optimizer state: none (the device) | cpu | nvme
+    offload_params: str = "none"  # ZeRO 3: where DeepSpeed keeps the parts of parameters: none | cpu | nvme
+    offload_folder: str | None = None  # on the disk that nvme means
+    parallel: str = "none"  # several GPUs: none | ddp | streamed | fsdp2 | zero1 | zero2 | zero3 | tp | pp | cp
     world_size: int = 1  # processes, each with a GPU of its own
     predicted: dict[str, Any] = field(default_factory=dict)
     reasons: tuple[Reason, ...] = ()
@@ -141,3 +144,10 @@ def from_json(text: str) -> Plan:
     if not isinstance(values, dict):
         raise UserError("cannot read the plan", "it is not a JSON object", "make the plan again with `fitune plan`")
     return from_dict(values)
+
+
+def layers_of(num_layers: int, rank: int, size: int) -> range:
+    """The layers of a pipeline's stage; the first stages have one more where they cannot be shared out evenly."""
+    each, more = divmod(num_layers, size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))

@@ -24,7 +24,15 @@ OptimizerName = Literal[
     "auto", "adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor", "lion", "lion8bit", "sgd"
 ]
 Schedule = Literal["cosine", "linear", "constant"]
-Parallel = Literal["auto", "none", "ddp", "streamed", "fsdp2", "pp"]
+Parallel = Literal["auto", "none", "ddp", "streamed", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp"]
+Offload = Literal["none", "cpu", "nvme"]
+Effort = Literal["simple", "usual", "any"]
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "simple": ("none", "ddp"),
+    "usual": ("none", "ddp", "streamed", "fsdp2"),
+    "any": ("none", "ddp", "streamed", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp"),
+}
+"""Ways for several GPUs that a plan may choose by itself, by the effort that is accepted."""
 QUANTISED_FORMATS = ("int8", "nf4", "fp4")
 
 
@@ -99,6 +107,15 @@ class Recipe(BaseModel):
     devices: str | None = setting(None, "Hardware", "Which devices to use: cpu, or GPUs' indices (0,1).")
     nproc: int | None = setting(None, "Hardware", "Processes, each with a GPU of its own (default: all GPUs).", ge=1)
     parallel: Parallel = setting("auto", "Hardware", "How several GPUs share the work: auto, none (one GPU) or a way.")
+    effort: Effort = setting(
+        "usual",
+        "Hardware",
+        "Complexity you accept: simple (all on the GPU, or DDP), usual (also streaming, offload, FSDP2), "
+        "any (also DeepSpeed, tensor and pipeline parallel).",
+    )
+    offload_optimizer: Offload = setting("none", "Hardware", "ZeRO: optimizer state in host memory (cpu) or on a disk.")
+    offload_params: Offload = setting("none", "Hardware", "ZeRO 3: weights in host memory (cpu) or on a disk (nvme).")
+    offload_folder: str | None = setting(None, "Hardware", "Folder on the disk that nvme means.")
     vram: float | None = setting(None, "Hardware", "Cap on GPU memory in GiB.", gt=0)
     ram: float | None = setting(None, "Hardware", "Cap on host memory in GiB.", gt=0)
 
@@ -109,6 +126,7 @@ class Recipe(BaseModel):
         "stop", "Run", "A step whose loss or gradient is not a number: stop and name its records, or leave it out."
     )
     log_to: list[Literal["tensorboard", "wandb"]] = setting([], "Run", "Also log to tensorboard, wandb.")
+    lang: Literal["en", "zh"] | None = setting(None, "Run", "Language of the report (default: the system's).")
     out: str | None = setting(None, "Run", "Run folder (default ./runs/<date>-<model>).")
 
     @field_validator("vram", "ram", mode="before")
@@ -156,11 +174,28 @@ class Recipe(BaseModel):
             )
         if self.method == "full" and self.dora:
             raise ValueError("dora is a kind of adapter; it needs method lora or qlora")
+        self._check_offload()
+        if self.effort == "simple" and self.parallel not in ("auto", *LAYOUTS["simple"]):
+            raise ValueError(
+                f"parallel {self.parallel} is more than effort simple accepts, which is one GPU or ddp; "
+                "leave one of the two out"
+            )
         if self.lora_targets != "all-linear" and not self.lora_targets:
             raise ValueError("lora_targets is empty; name at least one layer, or all-linear")
         if self.micro_batch is not None and self.micro_batch > self.batch:
             raise ValueError(f"micro_batch {self.micro_batch} is larger than batch {self.batch}")
         return self
+
+    def _check_offload(self) -> None:
+        zero = {"offload_optimizer": ("zero1", "zero2", "zero3"), "offload_params": ("zero3",)}
+        for name, ways in zero.items():
+            if getattr(self, name) != "none" and self.parallel not in ways:
+                raise ValueError(f"{name} is DeepSpeed's; it needs parallel {' or '.join(ways)}")
+        on_disk = [name for name in zero if getattr(self, name) == "nvme"]
+        if on_disk and self.offload_folder is None:
+            raise ValueError(f"{on_disk[0]} nvme needs a folder on that disk: offload_folder")
+        if self.offload_optimizer == "nvme" and self.parallel != "zero3":
+            raise ValueError("offload_optimizer nvme needs parallel zero3; zero1 and zero2 have none or cpu")
 
     def with_(self, **changes: Any) -> Recipe:
         """A changed copy, validated again."""

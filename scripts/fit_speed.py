@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     if not args.files:
         parser.error("name the record files, such as benchmarks/results/*.json")
-    pairs = [(file.name, record) for file in args.files for record in json.loads(file.read_text(encoding="utf-8"))]
+    read = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in args.files]
+    pairs = [(name, record) for name, found in read if isinstance(found, list) for record in found]
     points, skipped = points_of(pairs)
     for reason in skipped:
         print(f"left out: {reason}")
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.write:
         whole = fit(points)
         table("fitted to all", points, whole)
-        names = ", ".join(sorted({p.host for p in points}))
+        names = ", ".join(sorted({file for file, record in pairs if record["name"] in {p.name for p in points}}))
         store(block(whole, f"{len(points)} records of {names}; held-out half: {summary}"))
         print(f"written: {CONSTANTS}; now run: python scripts/fit_speed.py --page")
 

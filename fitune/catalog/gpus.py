@@ -31,6 +31,7 @@ MARGIN_FROM_MARKETING = {"gddr": 0.035, "gddr_ecc": 0.0925, "hbm": 0.018, "share
 _NOISE = re.compile(r"\b(nvidia|geforce|amd|radeon|instinct|tesla|quadro|huawei|gpus?|graphics|card|generation|edition|"
                     r"corporation|jetson|hbm\d?e?)\b")  # fmt: skip
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:gib|gb|g)(?![a-z0-9])")
+_TIMES = re.compile(r"(\d+)\s*x\s*([^:]+)", re.IGNORECASE)
 LIKE = 0.5  # share of letters (difflib's ratio) from which on a name is suggested for another
 
 
@@ -248,13 +249,17 @@ def nearest(name: str, n: int = 3) -> list[str]:
 
 
 def parse_with_notes(text: str) -> tuple[list[tuple[Gpu, int]], list[str]]:
-    """``NAME``, ``NAME:COUNT`` or several of them with commas, as cards with counts and the notes of :func:`find`.
+    """``NAME``, ``NAME:COUNT``, ``COUNTxNAME`` or several of them with commas, as cards with counts and the notes of
+    :func:`find`.
 
     Raises:
         UserError: an unknown name, or a count that is not a whole number of at least 1.
     """
     cards, notes = [], []
     for part in text.split(","):
+        times = _TIMES.fullmatch(part.strip())
+        if times is not None:
+            part = f"{times[2]}:{times[1]}"
         name, colon, count_text = part.strip().rpartition(":")
         if not colon:
             name, count_text = part.strip(), "1"

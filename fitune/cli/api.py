@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fitune import recipe as recipes
+from fitune.cli.output import system_language
 from fitune.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 OnEvent = Callable[[dict[str, Any]], None]
 RECIPE_SUFFIXES = (".yaml", ".yml")
-WHERE = ("devices", "nproc", "parallel")  # settings that a resumed run may be given anew
+WHERE = ("devices", "nproc", "parallel", "lang")  # settings that a resumed run may be given anew
 
 
 def plan(model: str | Path, **settings: Any) -> dict[str, Any]:
@@ -40,7 +41,6 @@ def train(
     *,
     resume: str | Path | None = None,
     on_event: OnEvent | None = None,
-    lang: Literal["en", "zh"] = "en",
     supervise: bool = False,
     supervised: bool = False,
     **settings: Any,
@@ -50,9 +50,8 @@ def train(
     Args:
         model: as in `plan`; None with `resume`.
         resume: a run folder to continue; its own recipe is used, so no other setting may be given but where it runs
-            (`WHERE`).
+            and its report's language (`WHERE`).
         on_event: called with each event of the run (one JSON object, as in `events.jsonl`).
-        lang: the language of report.html.
         supervise: in a process of its own that is started again when the system kills it, as the command line does;
             off by default, so that it happens here.
         supervised: this process is such a one.
@@ -70,12 +69,14 @@ def train(
                             "a resumed run keeps its recipe, so that it ends as it would have without the stop",
                             "leave them out, or start a new run")  # fmt: skip
         wanted, folder = recipe_of_run(resume, settings)
-        return _run(wanted, folder, on_event, lang, supervise, supervised)
+        return _run(wanted, folder, on_event, supervise, supervised)
     wanted = make_recipe(model, settings)
     if wanted.data is None:
         raise UserError("no data named", "training needs a data file",
                         "add --data FILE (or a dataset id), or --data demo for the bundled set")  # fmt: skip
-    return _run(wanted, None, on_event, lang, supervise, supervised)
+    if wanted.lang is None:  # stored with the run, so that it has one language wherever it is resumed
+        wanted = wanted.with_(lang=system_language())
+    return _run(wanted, None, on_event, supervise, supervised)
 
 
 def recipe_of_run(run: str | Path, settings: dict[str, Any]) -> tuple[recipes.Recipe, Path]:
@@ -108,13 +109,13 @@ def predict(model: str | Path | None, *, stack: str | None = None, **settings: A
 
 
 def _run(
-    wanted: recipes.Recipe, resume: Path | None, on_event: OnEvent | None, lang: str, supervise: bool, supervised: bool
+    wanted: recipes.Recipe, resume: Path | None, on_event: OnEvent | None, supervise: bool, supervised: bool
 ) -> dict[str, Any]:
     from fitune.train import run, run_supervised
 
     if supervise:
-        return result_dict(run_supervised(wanted, resume=resume, on_event=on_event, lang=lang))
-    return result_dict(run(wanted, resume=resume, on_event=on_event, lang=lang, supervised=supervised))
+        return result_dict(run_supervised(wanted, resume=resume, on_event=on_event))
+    return result_dict(run(wanted, resume=resume, on_event=on_event, supervised=supervised))
 
 
 def plan_result(model: str | Path | None, settings: dict[str, Any]) -> PlanResult:

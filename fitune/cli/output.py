@@ -12,13 +12,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fitune.errors import UserError
+from fitune.memory.groups import LANGUAGES
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PLAIN_WIDTH = 110  # columns when the output is not a terminal
 
+lang_option = click.option(
+    "--lang", type=click.Choice(LANGUAGES), default=lambda: system_language(), show_default="the system's",
+    help="Language of headings and explanations.",
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else to stdout.")
+
+
+def system_language() -> str:
+    """`zh` where the system's messages are in Chinese (LC_ALL, LC_MESSAGES, LANG), else `en`."""
+    chosen = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := os.environ.get(name))), "")
+    return "zh" if chosen.lower().startswith("zh") else "en"
 
 
 def print_json(value: Any) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from fitune.cli.output import lang_option
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,8 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def extra_options(function: F) -> F:
     """The options `--explain`, `--what-if`, `--limits` and `--lang`."""
-    function = click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True,
-                            help="Language of headings and explanations.")(function)  # fmt: skip
+    function = lang_option(function)
     function = click.option("--limits", is_flag=True,
                             help="Also the longest record, the largest micro-batch and model.")(function)  # fmt: skip
     function = click.option("--what-if", "what_if", multiple=True, metavar="K=V[,K=V]",

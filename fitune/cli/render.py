@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli import render_memory
+from fitune.cli import render_layouts, render_memory
 from fitune.cli.words import Words
 from fitune.cli.words_predict import PREDICT
 from fitune.units import format_bytes, format_duration
@@ -36,6 +36,8 @@ def show_plan(console: Console, result: dict[str, Any]) -> None:
     if result.get("reasons"):
         console.print()
         console.print(decisions_table(result["reasons"]))
+    for line, style in render_layouts.lines(result, min(console.width, render_memory.MOST_WIDTH), "en"):
+        console.print(line, markup=False, style=style)
     show_phases(console, result)
     for line in speed_lines(result.get("predicted") or {}):
         console.print(line, markup=False)
@@ -65,15 +67,18 @@ def show_phases(console: Console, result: dict[str, Any], lang: str = "en") -> N
 def headline(result: dict[str, Any]) -> str:
     """`smollm2 fits on NVIDIA H200: 6.65 GiB of 10.00 GiB`, or what it needs and what there is."""
     plan = result.get("plan") or {}
-    model, place = plan.get("model", "the model"), plan.get("device_name") or plan.get("device") or "this machine"
+    model, place = plan.get("model", "the model"), render_layouts.place(result)
     verb = "fits" if result.get("fits") else "does not fit"
     needed, budget = peak_bytes(result.get("predicted") or {}), plan.get("budget_bytes")
     line = f"{model} {verb} on {place}"
+    each = " on each" if (plan.get("world_size") or 1) > 1 else ""
     if needed is None:
         return line
     if not result.get("fits"):
-        return f"{line}: it needs {format_bytes(needed)}" + (f", there are {format_bytes(budget)}" if budget else "")
-    return f"{line}: {format_bytes(needed)}" + (f" of {format_bytes(budget)}" if budget else "") + " at the peak"
+        return f"{line}: it needs {format_bytes(needed)}{each}" + (
+            f", there are {format_bytes(budget)}" if budget else ""
+        )
+    return f"{line}: {format_bytes(needed)}" + (f" of {format_bytes(budget)}" if budget else "") + f"{each} at the peak"
 
 
 def summary(plan: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli import render
+from fitune.cli import render, render_layouts
 from fitune.cli.sentences import duration, translated
 from fitune.cli.text import columns, wrapped
 from fitune.units import format_bytes, format_duration
@@ -34,6 +34,8 @@ def show_plan(console: Console, result: dict[str, Any], lang: str = "en") -> Non
     console.print()
     for line, style in decision_lines(result, width, lang):
         console.print(line, markup=False, style=style)
+    for line, style in render_layouts.lines(result, width, lang):
+        console.print(line, markup=False, style=style)
     render.show_phases(console, result, lang)
     predicted = result.get("predicted") or {}
     if predicted.get("step_s") is not None:
@@ -50,7 +52,7 @@ def show_plan(console: Console, result: dict[str, Any], lang: str = "en") -> Non
 def headline(result: Mapping[str, Any]) -> str:
     """`smollm2 可以放入 H200：峰值 6.65 GiB，预算 10.00 GiB`."""
     plan = result["plan"]
-    place = plan.get("device_name") or plan.get("device")
+    place = render_layouts.place(result)
     needed, budget = render.peak_bytes(result.get("predicted") or {}), plan.get("budget_bytes")
     line = f"{plan['model']} {'可以放入' if result['fits'] else '放不进'} {place}"
     if needed is None:

@@ -22,6 +22,7 @@ from fitune.engine.ring import source_of
 from fitune.errors import UserError
 from fitune.model.build import Built
 from fitune.model.linear import OutputWatch
+from fitune.model.loss import chunk_cross_entropy
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Driver:
         self.ready: Callable[[int], None] = lambda part: None
         """Called before a layer (-1: what is around the layers) computes."""
         self.tiled_head = built.host_head  # None: the tail runs on whole logits
+        self.cross_entropy: Any = chunk_cross_entropy  # of a chunk of logits; another where this process has some of them
         self.plain_logits = True  # the head's output is the model's, nothing comes after it
         self.returns_tuple = False
         self._injected: torch.Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -286,7 +286,7 @@ class Engine:
         idle = self.ranks.evaluations(len(host_batches)) - len(host_batches)
         for host in host_batches:
             batch = to_device(host, self.built.device, dropout_seed=None)
-            total += evaluate(self.driver, batch, self.plan.loss_chunk).item()
+            total += evaluate(self.driver, batch, self.plan.loss_chunk, mlp_tiles=self.plan.mlp_tiles).item()
             count += batch.num_targets
         for _ in range(idle):
             pass_idly(self.driver, self.plan.loss_chunk)
@@ -328,7 +328,7 @@ class Engine:
         tensors |= {f"optimizer|{name}": t for name, t in optimizer_tensors.items()}
         return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
 
-    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
         """Inverse of `state`.
 
         Raises:

@@ -32,7 +32,6 @@ from fitune.engine.driver import Driver, LayerCall
 from fitune.engine.inputs import OffloadedInputs
 from fitune.engine.ring import Item
 from fitune.engine.tiled_tail import tail_items, tiled_tail
-from fitune.model.loss import chunk_cross_entropy
 
 Observer = Callable[[str, int], None]
 """Called at the start of a part of the step: ("embed" | "stash" | "forward" | "tail" | "backward" | "optimizer",
@@ -305,7 +304,8 @@ def tail_loss(
         with torch.set_grad_enabled(grad_scale is not None):
             chunk_CH = chunk_CH.detach().requires_grad_(grad_scale is not None)
             logits_CV = driver.tail(chunk_CH)
-        chunk_loss, d_logits = chunk_cross_entropy(logits_CV, targets_N[rows], grad_scale, driver.built.context.scratch)
+        scratch = driver.built.context.scratch
+        chunk_loss, d_logits = driver.cross_entropy(logits_CV, targets_N[rows], grad_scale, scratch)
         loss += chunk_loss
         if grad_NH is not None:
             logits_CV.backward(d_logits)
@@ -316,7 +316,9 @@ def tail_loss(
 
 
 @torch.no_grad()
-def evaluate(driver: Driver, batch: Batch, loss_chunk: int, observe: Observer = ignore) -> torch.Tensor:
+def evaluate(
+    driver: Driver, batch: Batch, loss_chunk: int, observe: Observer = ignore, mlp_tiles: int = 1
+) -> torch.Tensor:
     """Sum of token losses of one micro-batch, without gradients or dropout."""
     driver.weights.begin(pass_items(driver, [batch], loss_chunk, backward=False))
     batch.enter(driver.built.context)
@@ -324,7 +326,7 @@ def evaluate(driver: Driver, batch: Batch, loss_chunk: int, observe: Observer = 
     hidden, calls = driver.record(batch.input_ids, batch.position_ids)
     for index, call in enumerate(calls):
         observe("forward", index)
-        with driver.weights.layer(index):
+        with driver.weights.layer(index), _tiling(driver, mlp_tiles):
             hidden = driver.run_layer(index, hidden, call)
     observe("tail", 0)
     if driver.tiled_head is not None:

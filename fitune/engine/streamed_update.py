@@ -23,6 +23,13 @@ from fitune.engine.optimizers import _BNB_BLOCK, _BNB_MIN_8BIT
 PIECE_ELEMENTS = 4 * 2**20
 
 
+def buffer_bytes(optimizer: str) -> int:
+    """Of both sets, for adapters (whose working copies are on the device): master, gradient in 16 bits and in fp32, and
+    the optimizer's state; scales of 8-bit state left out."""
+    state = {"adamw": 8, "adamw8bit": 2}[optimizer]
+    return 2 * PIECE_ELEMENTS * (4 + 2 + 4 + state)
+
+
 @dataclass
 class _Set:
     """Device buffers of one piece by use, and the event after which they may be overwritten."""

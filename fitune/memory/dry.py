@@ -19,7 +19,7 @@ from fitune.engine.ranks import Alone
 from fitune.engine.step import evaluate
 from fitune.memory.follow import Follower
 from fitune.memory.held import device_tensors, ring_of, state_of
-from fitune.memory.splice import norm_pieces
+from fitune.memory.update import norm_pieces
 from fitune.model.build import add_adapter, build, fill, make_scratch, meta_weights
 from fitune.model.loss import IGNORED
 from fitune.plan import Plan
@@ -163,7 +163,8 @@ class DryRun:
 
     def _evaluate(self, rows: Rows, loss_chunk: int) -> None:
         batch = to_device(rows, self.built.device, dropout_seed=None)
-        loss = evaluate(self.engine.driver, batch, loss_chunk, observe=self._observe)
+        tiles = self.engine.plan.mlp_tiles
+        loss = evaluate(self.engine.driver, batch, loss_chunk, observe=self._observe, mlp_tiles=tiles)
         self._observe("end", 0)
         loss.item()
 

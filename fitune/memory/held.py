@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,28 @@ _TABLE_VALUES = 256  # of bitsandbytes' 8-bit codes, shared by all tensors
 
 
 def device_tensors(built: Built) -> list[tuple[str, torch.Tensor]]:
-    """Everything a built model holds on its device, by name."""
+    """Everything a built model holds on its device, by name, in the order of its modules (in which weights arrive)."""
     tensors = [*built.model.named_parameters(), *built.model.named_buffers()]
     for name, linear in built.linears.items():
-        assert linear.packed is not None
+        if linear.packed is None:  # another rank's
+            continue
         tensors += [(f"{name}.{key}", t) for key, t in linear.packed.tensors.items()]
     for experts in built.experts:
         for name, packed in experts.packed.items():
             tensors += [(f"{experts.prefix}.{name}.{key}", t) for key, t in packed.tensors.items()]
+    order = {name: index for index, (name, _) in enumerate(built.model.named_modules())}
+    tensors.sort(key=lambda entry: order[_module_of(entry[0], order)])  # stable: a module's own stay as they are
     if built.context.scratch is not None:
         tensors.append(("scratch", built.context.scratch.buffer))
     return tensors
+
+
+def _module_of(name: str, modules: Mapping[str, int]) -> str:
+    """The module that a tensor belongs to: "a.b" for "a.b.weight", and for "a.b.gate_up.codes" of fused experts."""
+    module = name.rpartition(".")[0]
+    while module not in modules:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def ring_of(built: Built) -> Ring | None:

@@ -136,6 +136,8 @@ def beside_card(plan: Plan, facts: Facts) -> dict[str, int]:
         "embedding": table if plan.embedding_place == "host" else 0,
         "head": table if plan.head_place == "host" and facts.has_head else 0,
         "streamed weights": facts.streamed_bytes if plan.stream_from in ("pinned", "pageable") else 0,
+        "masters and state": 4 * facts.num_trained + facts.state_bytes if plan.optimizer_place != "device" else 0,
+        "gradients": 4 * facts.num_trained if plan.optimizer_place != "device" else 0,
         "staging": STAGING_BYTES if plan.stream_from in ("pageable", "disk") and plan.device == "cuda" else 0,
     }
     if plan.offload_inputs:
@@ -149,7 +151,8 @@ def pinned(plan: Plan, facts: Facts) -> dict[str, int]:
     """The part of it that is pinned, which the card's driver copies on its own."""
     if plan.device != "cuda":
         return {}
-    wanted = {"inputs", "staging"}
+    wanted = {"inputs", "staging", "gradients"}
+    wanted |= {"masters and state"} if plan.optimizer_place == "streamed" else set()
     wanted |= {"streamed weights"} if plan.stream_from == "pinned" else set()
     wanted |= {"head"} if plan.stream_from != "pageable" else set()
     return {owner: size for owner, size in beside_card(plan, facts).items() if owner in wanted}

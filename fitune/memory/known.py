@@ -103,13 +103,17 @@ class Known:
         source = self._source()
         return source if isinstance(source, Script) else source.script()
 
-    def script_at(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
-        """The step at one shape: the script for every shape where there is one, else a trace of this shape."""
+    def script_at(self, num_rows: int, num_columns: int, loss_chunk: int, together: int | None = None) -> Script:
+        """The step at one shape: the script for every shape where there is one, else a trace of this shape.
+
+        Args:
+            together: micro-batches that pass each layer before the next; None: the plan's.
+        """
         source = self._source()
         if isinstance(source, Script):
             return source
         assert self._entry is not None
-        made = source.script_at(num_rows, num_columns, loss_chunk)
+        made = source.script_at(num_rows, num_columns, loss_chunk, together)
         return with_optimizer(made, self._entry.dims, self.plan.optimizer)
 
     def step_events(self, num_rows: int, num_columns: int, loss_chunk: int, **how: Any) -> list[Event]:

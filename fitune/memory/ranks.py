@@ -26,10 +26,12 @@ from fitune.plan import Plan
 
 
 class Imagined(Single):
-    """A group of `size` ranks of which this one is the first; the others have the same to say."""
+    """A group of `size` ranks of which this one is the `rank`th; the others have the same to say."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, rank: int = 0):
         self.size = self.local_size = size  # type: ignore[misc]
+        self.rank = self.local_rank = rank  # type: ignore[misc]
+        self.is_leader = rank == 0  # type: ignore[misc]
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -54,20 +56,31 @@ class RankPeaks:
     eval: int
 
 
-def trace_rank(config: Any, plan: Plan, rows: Sequence[Rows]) -> RankPeaks:
-    """Peaks of the first of `plan.world_size` ranks, with these micro-batches of its own.
+def trace_rank(config: Any, plan: Plan, rows: Sequence[Rows], rank: int = 0) -> RankPeaks:
+    """Peaks of one of `plan.world_size` ranks, with these micro-batches of its own.
 
     Args:
         config: transformers configuration of the whole model.
         plan: what the rank obeys (`parallel`, `world_size` and where weights are, among others).
+        rank: which of them; a pipeline's stages are not alike.
     """
-    group = Imagined(plan.world_size)
+    group = Imagined(plan.world_size, rank)
     built = build(config, plan, "meta")
     if plan.parallel == "fsdp2":
         from fitune.parallel.sharded import open_shards
 
         open_shards(built, plan, group)
+    elif plan.parallel == "tp":
+        from fitune.parallel.tensor import open_split
+
+        open_split(built, plan, group)
+    elif plan.parallel == "pp":
+        from fitune.parallel.pipeline import open_stage
+
+        open_stage(built, plan, group)
     fill(built, meta_weights(built), plan)
+    if built.parts is not None:
+        built.parts.finish()
     add_adapter(built, plan)
     engine = _engine(built, plan, group)
     there = _held(built, engine)
@@ -90,6 +103,18 @@ def _engine(built: Built, plan: Plan, group: Imagined) -> Engine:
         from fitune.parallel.sharded_state import ShardedEngine
 
         return ShardedEngine(built, quiet, group)  # type: ignore[arg-type]
+    if plan.parallel == "tp":
+        from fitune.parallel.tensor_engine import TensorEngine
+
+        return TensorEngine(built, quiet, group)  # type: ignore[arg-type]
+    if plan.parallel == "pp":
+        from fitune.parallel.pipeline import PipelineEngine
+
+        return PipelineEngine(built, quiet, group)  # type: ignore[arg-type]
+    if plan.parallel == "cp":
+        from fitune.parallel.context import ContextEngine
+
+        return ContextEngine(built, quiet, group)
     if plan.parallel == "none":
         return Engine(built, quiet)
     from fitune.parallel.replicated import Replicated
@@ -124,7 +149,8 @@ def _follower(built: Built, engine: Engine) -> Follower:
 
 def _tensors(built: Built, engine: Engine) -> list[torch.Tensor]:
     """Everything that is on the device between steps."""
-    tensors = [tensor for _, tensor in device_tensors(built)] + list(engine.masters.parameters())
+    own = [tensor for name, tensor in device_tensors(built) if name not in built.provided]
+    tensors = own + list(engine.masters.parameters())
     return tensors + _ring_buffers(engine) + list(_shards(built).values()) + _rows(engine)
 
 

@@ -51,6 +51,7 @@ class Script:
         at: (rows, columns, loss chunk) where sizes are only known for one shape; None when they hold for all.
         narrow: the script for one row, where the program runs differently then.
         tile_bytes: of the widest tile of a head in host memory, which passes through the ring too; 0 without one.
+        group: micro-batches whose tails go through a head in host memory together; 1 where that was not traced.
         placement: what waits outside the device, and how micro-batches are ordered; no part of a trace.
     """
 
@@ -69,6 +70,7 @@ class Script:
     at: tuple[int, int, int] | None = None
     narrow: Script | None = None
     tile_bytes: int = 0
+    group: int = 1
     placement: Placement = Placement()
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -173,6 +175,8 @@ def _packed(script: Script) -> dict[str, Any]:
     del values["_cache"], values["placement"]
     if not script.tile_bytes:
         del values["tile_bytes"]
+    if script.group == 1:
+        del values["group"]
     distinct: dict[str, int] = {}
     keys = {}
     for key, segment in script.segments.items():

@@ -35,6 +35,9 @@ class Steps(Protocol):
 Script = Steps  # the name by which `planner.placement` still asks for it
 
 
+_Loading = tuple[list[Event], list[Event]]  # weights on their way to the card, and what is made once they are there
+
+
 @dataclass(frozen=True)
 class Replayed:
     """A phase: its moments, and the most that was reserved in it; None where that is not computed."""
@@ -89,19 +92,20 @@ def replay_run(
     kept = [
         Event(-1 - i, size, "workspace", "a library's workspace", "load", -1) for i, size in enumerate(sizes) if size
     ]
-    loading = _loading(first, plan, arrival, kept[:1])
+    arriving, there = _loading(first, plan, arrival, kept[:1])
+    loading = arriving + there
     if briefly:
         told = {"load": loading, "first_step": first, "step": steady}
         if not on_card:
             return {name: Replayed(tuple(moments_of(events)), None) for name, events in told.items()}
-        reserved = _reserved(loading, kept[1:], first, steady, [], [], expandable)
+        reserved = _reserved((arriving, there), kept[1:], first, steady, [], ([], []), expandable)
         return {name: Replayed((_sum(name, events, workspace_bytes),), reserved[name]) for name, events in told.items()}
     evaluation, resuming = script.eval_events(*shape), _loading(steady, plan, arrival, kept[:1])
+    reserved = _reserved((arriving, there), kept[1:], first, steady, evaluation, resuming, expandable) if on_card else {}
     resident = [event for event in steady if event.part == "load"]
     told = {"load": loading, "first_step": kept + first, "step": kept + steady, "eval": kept + evaluation,
-            "save": kept + resident, "resume": resuming}  # fmt: skip
+            "save": kept + resident, "resume": resuming[0] + resuming[1]}  # fmt: skip
     moments = {name: tuple(moments_of(events, GRANULE if on_card else 1)) for name, events in told.items()}
-    reserved = _reserved(loading, kept[1:], first, steady, evaluation, resuming, expandable) if on_card else {}
     return {name: Replayed(found, reserved.get(name)) for name, found in moments.items()}
 
 
@@ -113,12 +117,12 @@ def _sum(phase: str, events: Iterable[Event], workspace_bytes: int) -> Moment:
 
 
 def _reserved(
-    loading: list[Event], kept: list[Event], first: list[Event], steady: list[Event], evaluation: list[Event],
-    resuming: list[Event], expandable: bool,
+    loading: _Loading, kept: list[Event], first: list[Event], steady: list[Event], evaluation: list[Event],
+    resuming: _Loading, expandable: bool,
 ) -> dict[str, int]:  # fmt: skip
     """Phase to the most bytes that the allocator holds in it."""
     allocator = CachingAllocator(expandable=expandable)
-    found = {"load": allocator.run(loading).peak_reserved_bytes}
+    found = {"load": _loaded(allocator, loading)}
     allocator.run(kept)
     allocator.run(_without_load(evaluation))  # before the first step, without the optimizer's state
     found["first_step"] = allocator.run(_without_load(first)).peak_reserved_bytes
@@ -129,22 +133,30 @@ def _reserved(
             break
     found["eval"] = allocator.run(_without_load(evaluation)).peak_reserved_bytes
     found["save"] = allocator.reserved_bytes
-    found["resume"] = CachingAllocator(expandable=expandable).run(resuming).peak_reserved_bytes
+    found["resume"] = _loaded(CachingAllocator(expandable=expandable), resuming)
     return found
+
+
+def _loaded(allocator: CachingAllocator, loading: _Loading) -> int:
+    """The most bytes that are held while loading; what the weights came through goes back to the driver after them."""
+    arriving, there = loading
+    highest = allocator.run(arriving).peak_reserved_bytes
+    allocator.release_cached()
+    return max(highest, allocator.run(there).peak_reserved_bytes)
 
 
 def _without_load(events: Iterable[Event]) -> list[Event]:
     return [event for event in events if event.part != "load"]
 
 
-def _loading(events: Iterable[Event], plan: Plan, arrival: Arrival, warm: Iterable[Event] = ()) -> list[Event]:
-    """What is there before a step, in the order in which it comes: weights (and beside them what they are made from),
-    adapters, masters, buffers, the first workspace (`warm`: the engine tries the model once), optimizer state."""
+def _loading(events: Iterable[Event], plan: Plan, arrival: Arrival, warm: Iterable[Event] = ()) -> _Loading:
+    """What is there before a step, in the order in which it comes: weights (and beside them what they are made from);
+    then adapters, masters, buffers, the first workspace (`warm`: the engine tries the model once), optimizer state."""
     births = sorted((event for event in events if event.part == "load"), key=_order)
     weights = [event for event in births if owner_of(event) == "weights"]
     rest = [event for event in births if owner_of(event) not in ("weights", "optimizer")]
     state = [event for event in births if owner_of(event) == "optimizer"]
-    return [*_Coming(plan, arrival).all(weights), *rest, *warm, *state]
+    return _Coming(plan, arrival).all(weights), [*rest, *warm, *state]
 
 
 def _order(event: Event) -> int:
@@ -206,14 +218,19 @@ class _Coming:
 
     def _form(self, form: list[Event]) -> None:
         """The weight as it stays, and what packing it takes for a moment."""
-        passing: list[Event] = []
-        if form[0].label.endswith(_CODES):
-            for per_value in _packing_bytes(self.plan):
-                size = int(self._values(form) * per_value)
-                passing.append(self._born("what packing takes", size, form[0].layer))
-        self._go(passing[:-1])
-        self.made += form
-        self._go(passing[-1:])
+        packing = _packing_bytes(self.plan) if form[0].label.endswith(_CODES) else ()
+        taken = [int(self._values(form) * per_value) for per_value in packing]
+        passing = [self._born("what packing takes", taken[0], form[0].layer)] if taken else []
+        if self.plan.base_format == "int8":  # the quotient, and its rounded copy, which the codes are made from
+            passing += [self._born("what packing takes", size, form[0].layer) for size in taken[1:]]
+            self._go(passing[:-1])
+            self.made += form
+            self._go(passing[-1:])
+            return
+        self.made += form[:1]
+        passing += [self._born("what packing takes", size, form[0].layer) for size in taken[1:]]
+        self.made += form[1:]
+        self._go(passing)
 
     def _values(self, form: list[Event]) -> int:
         if form[0].label.endswith(_CODES):
@@ -236,10 +253,11 @@ _VALUES_PER_BYTE = {"nf4": 2, "fp4": 2, "int8": 1}
 
 def _packing_bytes(plan: Plan) -> tuple[float, ...]:
     """Bytes per value of what `fitune.model.formats.pack` makes on its way to the packed form: for int8 the fp32
-    quotient and its rounded copy; for 4 bits doubly quantised the fp32 scales of 64 values."""
+    quotient and its rounded copy; for 4 bits doubly quantised the fp32 scales of 64 values before and after their mean
+    is taken off (bitsandbytes 0.50, `quantize_4bit`)."""
     if plan.base_format == "int8":
         return 4.0, 4.0
-    return (4 / 64,) if plan.double_quant else ()
+    return (4 / 64, 4 / 64) if plan.double_quant else ()
 
 
 def _weight_of(event: Event) -> str:

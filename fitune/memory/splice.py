@@ -6,17 +6,19 @@ Keys of a script's segments: "start" (one micro-batch's tensors, then the runnin
 "chunk|POLICY|PLACE", POLICY being the last layer's and PLACE F (first), M, L (last) or FL; "backward|embed". LAYER is
 "first" for layer 0 and the layer's kind for all others; POLICY r (recompute) or k (keep). Where inputs of recomputed
 layers wait in host memory there is no "stash", "forward|LAYER|r|second" is layer 1's and "backward|LAYER|r|turn" that
-of the last recomputed layer, which makes the buffers for what comes back. Plain Python.
+of the last recomputed layer, which makes the buffers for what comes back. "g|tail|POLICY" is the tail of micro-batches
+that pass a head in host memory together, as one of all their rows. Plain Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fitune.memory.events import Event
 from fitune.memory.pieces import Held, Segment, Trained, symbols
+from fitune.memory.update import make_state, play_update
 
 if TYPE_CHECKING:
     from fitune.memory.script import Script
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int]
 GRADIENT = "gradient of "
 SECOND, TURN = "|second", "|turn"
-_PIECE_ELEMENTS = 65_536
+GROUP = "g"
 
 
 @dataclass(slots=True)
@@ -244,7 +246,33 @@ class Splicer:
         assert source == "#embed"
         return each.made["embed", 0].blocks[number]
 
+    def _group_tail(self, passes: list[_Pass], policy: str) -> None:
+        """The losses of micro-batches that pass a head in host memory together: each has its own hidden states and its
+        own gradient of them, all else is there once."""
+        assert self.script.group == len(passes), f"traced for {self.script.group} micro-batches, not {len(passes)}"
+        start, shared = len(self.events), _Made([], [], [])
+        handed: list[list[int]] = [[] for _ in passes]
+        resolved = self._resolved(self.shape[2])
+        for op in self.script.segments[f"{GROUP}|tail|{policy}"]:
+            if op[0] == "<":
+                for each in passes:
+                    self.death(each.latest.handed[op[1]], "tail", -1)
+            elif op[2] == "c":
+                num_bytes, owner, label = resolved[op[1]]
+                for own in handed:
+                    own.append(self.birth(num_bytes // len(passes), owner, label, "tail", -1))
+                    self.templates.append((op[1], None))
+                shared.blocks.append(handed[0][-1])
+            else:
+                self._play((op,), shared, "tail", 0, -1, None)
+        for each, own in zip(passes, handed, strict=True):
+            each.made["tail", 0] = each.latest = _Made(shared.blocks, own, [])
+        self.parts[passes[0].run, "tail", 0] = (start, len(self.events))
+
     def _tails(self, passes: list[_Pass], policy: str) -> None:
+        if len(passes) > 1 and f"{GROUP}|tail|{policy}" in self.script.segments:
+            self._group_tail(passes, policy)
+            return
         for number, each in enumerate(passes):
             self._pass = each
             self._tail(policy, passes[number - 1] if number else None, number == len(passes) - 1)
@@ -380,7 +408,7 @@ def step_events(
     together = script.placement.together
     for at in range(0, num_micro_batches, together):
         splicer.forward_backward(runs[at : at + together], script.kinds, recompute_layers)
-    _update(splicer, first_step)
+    play_update(splicer, first_step, _trained(script))
     return splicer.events
 
 
@@ -408,6 +436,10 @@ def holders(script: Script) -> list[tuple[int, Held]]:
     return [(-1, script.before), *layers, (-1, script.after), (-1, script.ring)]
 
 
+def _trained(script: Script) -> list[tuple[int, Trained]]:
+    return [(layer, trained) for layer, held in holders(script) for trained in held.trained]
+
+
 def scratch_bytes(script: Script, loss_chunk: int) -> int | None:
     return None if script.scratch is None else max(script.scratch[0], loss_chunk * script.scratch[1])
 
@@ -420,77 +452,4 @@ def _load(splicer: Splicer, with_state: bool) -> None:
     if size is not None:
         splicer.birth(size, "workspace", "buffer for unpacked weights and fp32 logits", "load", -1)
     if with_state:
-        _make_state(splicer, [(layer, trained) for layer, held in holders(script) for trained in held.trained], "load")
-
-
-def _make_state(splicer: Splicer, trained: Iterable[tuple[int, Trained]], part: str) -> None:
-    tables = splicer.script.shared_state
-    for layer, tensor in trained:
-        if tensor.coded:
-            for table in tables:
-                splicer.birth(table.num_bytes, table.owner, table.label, part, -1)
-            tables = ()
-        for state in tensor.state:
-            splicer.birth(state.num_bytes, state.owner, named(state.label, layer), part, layer)
-
-
-def _update(splicer: Splicer, first_step: bool) -> None:
-    """From the sum of losses to the end of `Engine.step`: the norm, clipping, the optimizer, and what is let go."""
-    script = splicer.script
-    trained = [(layer, t) for layer, held in holders(script) for t in held.trained]
-    gradients = [(layer, t, splicer.gradients.get((layer, t.name))) for layer, t in trained]
-    present = [block for _, _, block in gradients if block is not None]
-
-    def scalar(label: str, num_bytes: int = 4) -> int:
-        return splicer.birth(num_bytes, "temporary", label, "optimizer", -1)
-
-    def gone(block: int) -> None:
-        splicer.death(block, "optimizer", -1)
-
-    mean = scalar("mean loss")
-    gone(splicer.loss_block())
-    pieces = None
-    if script.on_cuda:
-        numels = [tensor.numel for _, tensor, block in gradients if block is not None]
-        pieces = scalar("norms of gradients' pieces", num_bytes=4 * norm_pieces(numels))
-    norms = [scalar("norm of a gradient") for _ in present]
-    if pieces is not None:
-        gone(pieces)
-    together = scalar("norms of gradients", num_bytes=4 * len(present))
-    norm = scalar("norm of all gradients")
-    gone(together)
-    for block in reversed(norms):
-        gone(block)
-    gone(scalar("loss and norm", num_bytes=8))
-    if script.clips:
-        _clip(scalar, gone)
-    if first_step:
-        _make_state(splicer, [(layer, tensor) for layer, tensor, block in gradients if block is not None], "optimizer")
-    if script.update_bytes:
-        gone(
-            splicer.birth(
-                script.update_bytes, "temporary", "the optimizer's copy of the largest tensor", "optimizer", -1
-            )
-        )
-    for block in present:
-        gone(block)
-    for block in [*splicer.batch_blocks(), mean, norm]:
-        gone(block)
-
-
-def norm_pieces(numels: list[int]) -> int:
-    """Partial sums of torch's `_foreach_norm` on CUDA: of every tensor as many as the largest one has pieces of 65,536
-    elements (torch 2.11, ForeachReduceOp.cu and MultiTensorApply.cuh; held to records of an H200)."""
-    return len(numels) * max((-(-numel // _PIECE_ELEMENTS) for numel in numels), default=0)
-
-
-def _clip(scalar, gone) -> None:  # type: ignore[no-untyped-def]
-    """`torch.nn.utils.clip_grads_with_norm_`: the factor is max_norm / (norm + 1e-6), at most one."""
-    padded = scalar("norm and epsilon")
-    inverse = scalar("its inverse")
-    factor = scalar("clipping factor")
-    gone(inverse)
-    gone(padded)
-    clamped = scalar("clipping factor, at most one")
-    gone(factor)
-    gone(clamped)
+        make_state(splicer, _trained(script), "load")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fitune.memory.events import rounded
 from fitune.memory.pieces import STREAMED, Held, Tensor, symbols
 from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms
-from fitune.memory.splice import TURN, Splicer, embedding_scratch, play_evaluation, scratch_bytes, table_gradient
+from fitune.memory.splice import GROUP, TURN, Splicer, embedding_scratch, play_evaluation, scratch_bytes, table_gradient
 
 if TYPE_CHECKING:
     from fitune.memory.script import Script
@@ -48,6 +48,10 @@ def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int)
         if name not in layers:
             held = _held_bytes((script.held_by(layer),), script.granule)
             layers[name] = LayerTerms(*held, eval_forward=evaluation["e", "forward", at[script.kinds[layer]]])
+    for kind in script.kinds:  # what a streamed layer would hold, too: how much of it waits elsewhere
+        if kind not in layers:
+            held = _held_bytes((script.layers[kind],), script.granule)
+            layers[kind] = LayerTerms(*held, eval_forward=evaluation["e", "forward", at[kind]])
     at |= {name: at[script.kinds[layer]] for layer, name in enumerate(names)}
     first, later = _pass_parts("0", again, keep, at), _pass_parts("1", again, keep, at)
     table_scratch = embedding_scratch(script, num_rows * num_columns)
@@ -56,11 +60,15 @@ def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int)
             replace(parts, embed_backward=_with_scratch(parts.embed_backward, sizes, script, table_scratch))
             for parts in (first, later)
         )
-    if offloads:
-        buffers = sum(sizes[number] for _, number, group in script.segments[offloads] if group == "b")
-        first, later = _with_buffers(first, buffers), _with_buffers(later, buffers)
     if script.placement.together > 1:
         first = later = together(first, later, script.placement.together)
+    if script.placement.together == script.group > 1:
+        first = later = replace(
+            first, tail_after_recompute=_group_tail(script, "r", sizes), tail_after_keep=_group_tail(script, "k", sizes)
+        )
+    if offloads:
+        buffers = [sizes[number] for _, number, group in script.segments[offloads] if group == "b"]
+        first, later = _with_buffers(first, sum(buffers[1:])), _with_buffers(later, sum(buffers[1:]))
     return StepTerms(
         kinds=names,
         layers=layers,
@@ -162,15 +170,26 @@ def _with_scratch(part: Part, sizes: list[int], script: Script, scratch: int) ->
     return Part(max(part.peak_bytes, sizes[table] + scratch), part.delta_bytes)
 
 
+def _group_tail(script: Script, policy: str, sizes: list[int]) -> Part:
+    """The tail of micro-batches that pass a head in host memory together."""
+    segment = script.segments[f"{GROUP}|tail|{policy}"]
+    births = [number for source, number, _ in segment if not source]
+    hidden = next(sizes[number] for _, number, group in segment if group == "c")  # as large as its gradient
+    live = list(accumulate((
+        sizes[number] if not source else -hidden if source == "<" else -sizes[births[number]]
+        for source, number, _ in segment
+    ), initial=0))  # fmt: skip
+    return Part(max(live), live[-1])
+
+
 def _offloads(script: Script) -> str:
     """Key of a part that makes the buffers for inputs in host memory; empty where they wait on the device."""
     return next((key for key in script.segments if key.startswith("0|") and key.endswith(TURN)), "")
 
 
 def _with_buffers(parts: PassParts, num_bytes: int) -> PassParts:
-    """The last recomputed layer's backward pass makes two buffers, which go with the first layer's: here they are there
-    all the time, and so is the input that leaves last (at most three inputs more than there are, and in forward only).
-    """
+    """The last recomputed layer's backward pass makes two buffers, which go with the first layer's. Here one of them is
+    there all the time, and so is the input that leaves last, in place of the other: it goes before they are made."""
     return replace(parts, first=replace(parts.first, stash=Part(num_bytes, num_bytes)))
 
 

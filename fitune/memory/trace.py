@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fitune.engine.optimizers import update_peak_bytes
+from fitune.engine.tiled_tail import BLOCK_TOKENS
 from fitune.memory.cut import CutPart, Cutter, Fitter, NotRegular, Shape, cut
 from fitune.memory.dry import DryRun, Rows
 from fitune.memory.events import GRANULE, Event
@@ -19,7 +20,7 @@ from fitune.memory.held import holdings, largest_weight, layer_of
 from fitune.memory.pieces import Op, Segment, Template
 from fitune.memory.replay import StepTerms
 from fitune.memory.script import Script, placement_of
-from fitune.memory.splice import SECOND, TURN
+from fitune.memory.splice import GROUP, SECOND, TURN
 from fitune.model.build import Built, make_scratch
 from fitune.plan import Plan
 
@@ -95,8 +96,10 @@ def _lists_say_all(config: Any) -> bool:
 class Tracer:
     """Traces of one model under one plan's method, format and precision; micro-batch shapes vary by call.
 
-    Streamed layers, layer-major order and saved inputs in host memory are exact. Left out: micro-batches that pass
-    the layers together with a head in host memory, for which everything raises `NotRegular`.
+    Streamed layers, layer-major order, a head and saved inputs in host memory are exact, but for the loss tail of
+    micro-batches that pass the layers together with a head in host memory: it is that of one micro-batch of all their
+    rows, whose chunks end elsewhere (less than one chunk's difference). Masters in host memory are not traced: see
+    `planner.placement`.
 
     Args:
         irregular: no script for every shape is looked for, since an earlier time has found none.
@@ -118,7 +121,9 @@ class Tracer:
         self._script: Script | None = None
         # why there is no script for every shape
         self._why_not: str | None = "an earlier trace has found no expressions" if irregular else None
-        self._scripts: dict[tuple[int, int, int], Script] = {}
+        if plan.mlp_tiles > 1:
+            self._why_not = "sizes of the pieces of an MLP are rounded"
+        self._scripts: dict[tuple[int, int, int, int], Script] = {}
 
     def script(self) -> Script:
         """The step at any shape. Made once, from a few traces.
@@ -137,12 +142,17 @@ class Tracer:
                 raise
         return self._script
 
-    def script_at(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
-        """The step at one shape: the general script where there is one, else a trace of this shape. Cached."""
+    def script_at(self, num_rows: int, num_columns: int, loss_chunk: int, together: int | None = None) -> Script:
+        """The step at one shape: the general script where there is one, else a trace of this shape. Cached.
+
+        Args:
+            together: micro-batches that pass each layer before the next; None: the plan's.
+        """
         try:
             return self.script()
         except NotRegular:
-            key = (num_rows, num_columns, loss_chunk)
+            together = self.placement.together if together is None else together
+            key = (num_rows, num_columns, loss_chunk, together)
             if key not in self._scripts:
                 self._scripts[key] = _Builder(self).at(*key).placed(self.placement)
             return self._scripts[key]
@@ -183,20 +193,41 @@ class _Builder:
         narrow = _Builder(self.tracer)._fitted([Shape(*s) for s in _ONE_ROW])
         return replace(script, narrow=narrow, _cache={})
 
-    def at(self, num_rows: int, num_columns: int, loss_chunk: int) -> Script:
-        """The script at one shape. Many loss chunks are traced as three, the partial one last."""
-        if self._tail_is_one_part() and self.tracer.placement.together > 1:
-            raise NotRegular("a head in host memory takes all micro-batches that pass together through each tile of it")
-        shape = Shape(num_rows, num_columns, loss_chunk)
-        chunks = -(-shape.num_targets // loss_chunk)
-        if chunks > 3 and not self._tail_is_one_part():
-            rest = shape.num_targets - (chunks - 1) * loss_chunk
-            shape = Shape(num_rows, num_columns, loss_chunk, limit=2 * loss_chunk + rest)
+    def at(self, num_rows: int, num_columns: int, loss_chunk: int, together: int = 1) -> Script:
+        """The script at one shape."""
+        shape = self._limited(Shape(num_rows, num_columns, loss_chunk))
+        short = replace(shape, limit=min(loss_chunk, shape.num_targets))
         fitter = Fitter([shape], constant=True)
         for recompute in self._cuts():
-            self._add(self._run(shape, recompute, 2), fitter, recompute)
+            if recompute in (0, len(self.kinds)) or not self._tail_is_one_part():
+                self._add(self._run(shape, recompute, 2), fitter, recompute)
+            else:  # nothing new in the tail
+                self._add(self._run(short, recompute, 2), Fitter([short], constant=True), recompute, has_tail=False)
         self._add(self._evaluation(shape), fitter, 0)
-        return replace(self._script(), at=(num_rows, num_columns, loss_chunk), _cache={})
+        if self._tail_is_one_part() and together > 1:
+            self._add_group_tails(self._limited(Shape(num_rows * together, num_columns, loss_chunk)))
+        else:
+            together = 1
+        return replace(self._script(), at=(num_rows, num_columns, loss_chunk), group=together, _cache={})
+
+    def _limited(self, shape: Shape) -> Shape:
+        """Many loss chunks are traced as three, the partial one last; with a head in host memory many blocks of them,
+        which pass it together, as two (the second's chunks are made before the first one's go)."""
+        size = shape.loss_chunk
+        if self._tail_is_one_part():
+            return replace(shape, limit=min(shape.num_targets, 2 * max(BLOCK_TOKENS // size, 1) * size))
+        count = -(-shape.num_targets // size)
+        if count <= 3:
+            return shape
+        return replace(shape, limit=2 * size + shape.num_targets - (count - 1) * size)
+
+    def _add_group_tails(self, whole: Shape) -> None:
+        """The tails of micro-batches that pass together through each tile of the head, from one of all their rows."""
+        fitter = Fitter([whole], constant=True)
+        for recompute, policy in ((len(self.kinds), "r"), (0, "k")):
+            follower, parts = self._run(whole, recompute, 1)
+            at = next(i for i, part in enumerate(parts) if part.name == "tail")
+            self._segments[f"{GROUP}|tail|{policy}"] = self._segment(Cutter(follower, parts), at, fitter)
 
     def _fitted(self, shapes: list[Shape]) -> Script:
         """All segments at the first shape, with sizes as expressions that hold at the others too."""
@@ -243,12 +274,12 @@ class _Builder:
         follower = self.dry.evaluation(self._rows(shape), loss_chunk=shape.loss_chunk)
         return follower, cut(follower, evaluation=True)
 
-    def _add(self, run: Run, fitter: Fitter, recompute: int) -> None:
+    def _add(self, run: Run, fitter: Fitter, recompute: int, has_tail: bool = True) -> None:
         follower, parts = run
         cutter = Cutter(follower, parts)
         last_chunk = max((part.index for part in parts if part.name == "chunk"), default=-1)
         for at, part in enumerate(parts):
-            if part.name == "optimizer":
+            if part.name == "optimizer" or (part.name == "tail" and not has_tail):
                 continue
             key = self._key(part, recompute, last_chunk)
             segment = self._segment(cutter, at, fitter)

@@ -151,29 +151,79 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, rng, unused, cu_seqlens = ctx.saved_tensors
-        longest, scale, left, right = ctx.settings
-        dq, dk, dv = _aten._flash_attention_backward(
-            grads[0].contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
-            0.0,
-            True,
-            rng,
-            unused,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
-        if dk.device.type == "meta":
-            _allocate_as_the_kernel(q, dk, dv, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
-        return dq, dk, dv, None, None, None, None
+        grad = grads[0].contiguous()
+        key_heads = k.shape[-2]
+        pieces = _pieces_of_heads(q, key_heads)
+        whole: list[torch.Tensor] = []
+        if pieces > 1:
+            whole = [torch.empty_like(t) for t in (q, k, v)]
+        for piece in range(pieces):
+            keys = slice(piece * key_heads // pieces, (piece + 1) * key_heads // pieces)
+            groups = q.shape[-2] // key_heads
+            queries = slice(keys.start * groups, keys.stop * groups)
+            parts = _flash_backward(
+                grad[..., queries, :], q[..., queries, :], k[..., keys, :], v[..., keys, :], out[..., queries, :],
+                lse[..., queries, :].contiguous(), rng, unused, cu_seqlens, ctx.settings,
+            )  # fmt: skip
+            if pieces == 1:
+                return *parts, None, None, None, None
+            for total, heads, part in zip(whole, (queries, keys, keys), parts, strict=True):
+                total[..., heads, :] = part
+            del parts, part
+        return *whole, None, None, None, None
+
+
+_ACCUMULATOR_BYTES = 256 * 2**20
+
+
+def _pieces_of_heads(q: torch.Tensor, key_heads: int) -> int:
+    """In how many pieces the backward pass goes through the heads, which are independent of each other: on long rows
+    the kernel's own buffers (fp32 sums of dq, gradients of every query head's key) take as much as a layer's input
+    several times over. One piece below 512 MiB of sums; else pieces of 256 MiB, as far as key heads divide."""
+    pieces = 1
+    if q.numel() * 4 < 2 * _ACCUMULATOR_BYTES:
+        return pieces
+    while key_heads % (2 * pieces) == 0 and q.numel() * 4 > pieces * _ACCUMULATOR_BYTES:
+        pieces *= 2
+    return pieces
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rng: torch.Tensor,
+    unused: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    settings: tuple[int, float, int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of some heads, with what the kernel allocates on the way."""
+    longest, scale, left, right = settings
+    dq, dk, dv = _aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        0.0,
+        True,
+        rng,
+        unused,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    if dk.device.type == "meta":
+        _allocate_as_the_kernel(q, dk, dv, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    return dq, dk, dv
 
 
 def _allocate_as_the_kernel(q: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, num_documents: int | None) -> None:

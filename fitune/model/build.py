@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,7 @@ class Built:
     host_opened: bool = False
     provided: frozenset[str] = frozenset()  # weights that another process puts into memory shared with this one
     source: Any = None  # the engine's weight source, one per model
+    parts: Any = None  # how this process holds parts of weights: takes each as it comes (`fitune.parallel`)
     notes: list[str] = field(default_factory=list)
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -71,6 +72,8 @@ class Built:
 
     def num_parameters(self) -> int:
         """All weights of the model, packed ones counted by their shape, adapters excluded."""
+        if self.parts is not None:
+            return int(self.parts.num_parameters)
         dense = sum(
             p.numel() for n, p in self.model.named_parameters() if ".lora_" not in n and not n.endswith("magnitude")
         )
@@ -331,21 +334,8 @@ def fill(built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan) 
         UserError: a weight is missing or has another shape than the configuration says.
     """
     wanted = wanted_weights(built)
-    seen: set[str] = set()
-    experts = {name: e for e in built.experts for name in e.names()}
     open_host(built, plan)
-    with torch.no_grad():
-        for name, tensor in weights:
-            if name not in wanted:
-                continue
-            if tuple(tensor.shape) != wanted[name]:
-                raise UserError(
-                    f"weight {name} does not fit this model",
-                    f"the file has shape {tuple(tensor.shape)}, config.json asks for {wanted[name]}",
-                    "download the model again, or use the config.json that belongs to it",
-                )
-            _place(built, plan, name, tensor, experts)
-            seen.add(name)
+    seen = _take(built, weights, plan, wanted)
     missing = sorted(name for name in set(wanted) - seen - _tied(built) if not _is_there(built, name))
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -354,6 +344,31 @@ def fill(built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan) 
         built.streamed.backing.finish()
     if not built.tied_on_host:
         built.model.tie_weights()
+    if built.device.type == "cuda":
+        # The blocks that weights came through lie between those that stay: kept, steps would have to fit into the gaps.
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def _take(
+    built: Built, weights: Iterable[tuple[str, torch.Tensor]], plan: Plan, wanted: Mapping[str, tuple[int, ...]]
+) -> set[str]:
+    """Place all that is wanted; returns their names. Nothing holds the last of them afterwards."""
+    experts = {name: e for e in built.experts for name in e.names()}
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name not in wanted:
+            continue
+        if tuple(tensor.shape) != wanted[name]:
+            raise UserError(
+                f"weight {name} does not fit this model",
+                f"the file has shape {tuple(tensor.shape)}, config.json asks for {wanted[name]}",
+                "download the model again, or use the config.json that belongs to it",
+            )
+        part = tensor if built.parts is None else built.parts.take(name, tensor)
+        _place(built, plan, name, part, experts)
+        seen.add(name)
+    return seen
 
 
 def _tied(built: Built) -> set[str]:

@@ -55,25 +55,28 @@ def token_keys(record_ids: torch.Tensor, position_ids: torch.Tensor, seed: int, 
     return _scramble(keys)
 
 
-def apply(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int, *, on_cuda: bool = False) -> torch.Tensor:
+def apply(
+    x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int, *, first: int = 0, on_cuda: bool = False
+) -> torch.Tensor:
     """`x` [N, F] with a share `p` of its elements zeroed and the rest scaled by 1 / (1 - p). Linear in x.
 
-    `keys` [N] int32 as from `token_keys`. The same call on a gradient is the backward pass. `on_cuda`: the plan's
-    device is a GPU, also while the step runs on meta.
+    `keys` [N] int32 as from `token_keys`. The same call on a gradient is the backward pass. `first`: the feature that
+    the first column of `x` is, where it is a part of a wider tensor. `on_cuda`: the plan's device is a GPU, also while
+    the step runs on meta.
     """
     if x.device.type == "meta" and on_cuda:
         return torch.empty_like(x)
     if x.device.type == "cuda" and x.dtype != torch.float64 and (kernel := _fused(x.device)) is not None:
-        return _launch(kernel, x, p, keys, module_key)
-    return _plain(x, p, keys, module_key)
+        return _launch(kernel, x, p, keys, module_key, first)
+    return _plain(x, p, keys, module_key, first)
 
 
-def _plain(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int) -> torch.Tensor:
+def _plain(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int, first: int = 0) -> torch.Tensor:
     """With torch's own elementwise kernels."""
     num_features = x.shape[1]
     out = torch.empty_like(x)
     threshold = int(p * (_MASK31 + 1))
-    features = torch.arange(num_features, dtype=torch.int32, device=x.device) * _signed(_GOLDEN)
+    features = torch.arange(first, first + num_features, dtype=torch.int32, device=x.device) * _signed(_GOLDEN)
     keys = keys ^ module_key
     rows = max(1, _CHUNK_ELEMENTS // num_features)
     for start in range(0, x.shape[0], rows):
@@ -84,7 +87,9 @@ def _plain(x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int) -> to
     return out.mul_(1 / (1 - p))
 
 
-def _launch(kernel: Any, x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int) -> torch.Tensor:
+def _launch(
+    kernel: Any, x: torch.Tensor, p: float, keys: torch.Tensor, module_key: int, first: int = 0
+) -> torch.Tensor:
     """One launch over all elements. The result equals that of `_plain` for finite x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_rows, num_features = x.shape
@@ -93,7 +98,8 @@ def _launch(kernel: Any, x: torch.Tensor, p: float, keys: torch.Tensor, module_k
     if x.numel():
         with torch.cuda.device(x.device):
             kernel[grid](
-                x, out, keys, num_features, x.stride(0), x.stride(1), module_key, int(p * (_MASK31 + 1)), 1 / (1 - p),
+                x, out, keys, num_features, x.stride(0), x.stride(1), module_key, first, int(p * (_MASK31 + 1)),
+                1 / (1 - p),
                 BLOCK=block,
             )  # fmt: skip
     return out

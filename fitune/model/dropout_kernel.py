@@ -18,14 +18,24 @@ def _scrambled(h):
 
 @triton.jit
 def dropout_kernel(
-    x_ptr, out_ptr, keys_ptr, num_features, row_stride, feature_stride, module_key, threshold, scale, BLOCK: tl.constexpr
+    x_ptr,
+    out_ptr,
+    keys_ptr,
+    num_features,
+    row_stride,
+    feature_stride,
+    module_key,
+    first,
+    threshold,
+    scale,
+    BLOCK: tl.constexpr,
 ):
-    """One program per row and block of features; `out` is contiguous."""
+    """One program per row and block of features, of which column 0 is feature `first`; `out` is contiguous."""
     row = tl.program_id(0)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = feature < num_features
     key = tl.load(keys_ptr + row) ^ module_key
-    h = _scrambled((feature * -1640531535) ^ key) & 0x7FFFFFFF  # 0x9E3779B1
+    h = _scrambled(((feature + first) * -1640531535) ^ key) & 0x7FFFFFFF  # 0x9E3779B1
     x = tl.load(x_ptr + row.to(tl.int64) * row_stride + feature * feature_stride, mask=inside)
     kept = tl.where(h >= threshold, x.to(tl.float32) * scale, 0.0)
     tl.store(out_ptr + row.to(tl.int64) * num_features + feature, kept.to(x.dtype), mask=inside)

@@ -18,6 +18,8 @@ import torch
 
 BLOCK_4BIT = 64  # values per scale, as in QLoRA
 BLOCK_SCALES = 256  # scales per second-level scale (double quantisation)
+# bitsandbytes' plain code on the CPU (0.50.2) takes some 20 bytes per weight at once: 10 MiB for so many.
+_CPU_ELEMENTS = 1 << 19
 DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -82,15 +84,25 @@ def pack(weight: torch.Tensor, format: str, double_quant: bool = True) -> Packed
         scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
         codes = torch.round(rows / scale).clamp_(-127, 127).to(torch.int8)
         return Packed(format, shape, {"codes": codes, "scale": scale})
-    bnb = load_bitsandbytes().functional
+    return Packed(format, shape, _pack_4bit(weight.reshape(-1), format, double_quant))
 
-    codes, state = bnb.quantize_4bit(
-        weight.contiguous(), blocksize=BLOCK_4BIT, compress_statistics=double_quant, quant_type=format
-    )
-    tensors = {"codes": codes, "absmax": state.absmax}
-    if double_quant:
-        tensors |= {"absmax2": state.state2.absmax, "offset": state.offset.float(), "code2": state.state2.code}
-    return Packed(format, shape, tensors)
+
+def _pack_4bit(flat: torch.Tensor, format: str, double_quant: bool) -> dict[str, torch.Tensor]:
+    """As bitsandbytes' `quantize_4bit` (0.50) packs it, to the bit; on the CPU some blocks at a time."""
+    bnb = load_bitsandbytes().functional
+    step = _CPU_ELEMENTS if flat.device.type == "cpu" else max(flat.numel(), 1)
+    parts = [
+        bnb.quantize_4bit(some, blocksize=BLOCK_4BIT, compress_statistics=False, quant_type=format)
+        for some in flat.split(step)
+    ]
+    codes, absmax = parts[0][0], parts[0][1].absmax
+    if len(parts) > 1:
+        codes, absmax = torch.cat([some for some, _ in parts]), torch.cat([state.absmax for _, state in parts])
+    if not double_quant:
+        return {"codes": codes, "absmax": absmax}
+    offset = absmax.mean()
+    scales, state = bnb.quantize_blockwise(absmax - offset, blocksize=BLOCK_SCALES)
+    return {"codes": codes, "absmax": scales, "absmax2": state.absmax, "offset": offset.float(), "code2": state.code}
 
 
 def _pack_meta(shape: tuple[int, ...], format: str, double_quant: bool) -> Packed:

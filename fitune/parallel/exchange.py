@@ -54,6 +54,12 @@ def receive(tensor: torch.Tensor, peer: int) -> None:
         dist.recv(tensor, src=peer)
 
 
+def all_to_all(target: torch.Tensor, parts: torch.Tensor) -> None:
+    """`target` becomes what each rank has for this one: `parts` and it have a row for every rank."""
+    if target.device.type != "meta":
+        dist.all_to_all_single(target, parts)
+
+
 def reduce_scatter(target: torch.Tensor, whole: torch.Tensor) -> Any:
     """`target` becomes this rank's part of the sum of every rank's `whole`, once `wait` of what is returned is over."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,13 @@ class Group(Single):
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        self._timeout = timeout
         self.control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def apart(self) -> Group:
+        other = copy.copy(self)
+        other.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        return other
 
     def share(self, value: T) -> T:
         box = [value]

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from fitune.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from fitune.parallel.forwarding import FORWARDED, handled
-from fitune.parallel.world import World, device_list
+from fitune.parallel.world import SAME_RECORDS, World, device_list
 from fitune.recipe import Recipe
 
 # After the first failure the others get this long: to say the same, or to save. Then they are killed.
@@ -30,7 +30,8 @@ _STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)  # saved, and ended because they 
 
 
 def num_processes(recipe: Recipe, num_gpus: int) -> int:
-    """How many processes train this: one for each GPU that is asked for or there, no more than a step has records.
+    """How many processes train this: one for each GPU that is asked for or there, no more than a step has records where
+    these are shared out.
 
     Raises:
         UserError: more GPUs asked for than there are.
@@ -40,7 +41,8 @@ def num_processes(recipe: Recipe, num_gpus: int) -> int:
     on_cpu = (recipe.devices or "").strip().lower() == "cpu" or num_gpus == 0
     named = device_list(recipe.devices)
     if recipe.nproc is None:
-        return max(1, min(0 if on_cpu else len(named) if named is not None else num_gpus, recipe.batch))
+        there = 0 if on_cpu else len(named) if named is not None else num_gpus
+        return max(1, there if recipe.parallel in SAME_RECORDS else min(there, recipe.batch))
     available = len(named) if named is not None else num_gpus
     if not on_cpu and recipe.nproc > available:
         raise UserError(f"cannot use {recipe.nproc} GPUs", f"{available} are there", f"use --nproc {available}")

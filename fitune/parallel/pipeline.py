@@ -8,7 +8,7 @@ layers that the driver runs anyway, with the same activation policy and gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,22 +17,17 @@ from torch import nn
 
 from fitune.engine.batch import Batch, HostBatch, to_device
 from fitune.engine.engine import Engine
-from fitune.engine.optimizers import Masters
+from fitune.engine.optimizers import Masters, flatten_state
+from fitune.engine.parts import ENDS, part_of
 from fitune.engine.ranks import Alone
 from fitune.engine.step import Observer, Running, backward_layer, forward_layer, ignore, start, tail, tail_loss
 from fitune.errors import UserError
 from fitune.model.build import Built, wanted_weights
 from fitune.parallel.exchange import all_reduce, receive, send, total_norm
 from fitune.parallel.group import Group
+from fitune.parallel.slices import Parts
 from fitune.parallel.world import Single
-from fitune.plan import Plan
-
-
-def layers_of(num_layers: int, rank: int, size: int) -> range:
-    """The layers of a stage; the first stages have one more where they cannot be shared out evenly."""
-    each, more = divmod(num_layers, size)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+from fitune.plan import Plan, layers_of
 
 
 class _NoEmbedding(nn.Module):
@@ -111,7 +106,7 @@ class _Kept:
 
 
 class PipelineEngine(Engine):
-    """The engine of one stage; state is saved whole by the first rank."""
+    """The engine of one stage, which saves its own state."""
 
     def __init__(self, built: Built, plan: Plan, group: Group):
         self.group = group
@@ -241,25 +236,34 @@ class PipelineEngine(Engine):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
-        """Of all stages, on the first rank; the others take part and get their own."""
-        return self._together(super().trained_tensors())
+        """Of all stages, on the first rank; the others take part and get nothing."""
+        return self._gathered(lambda tensor: tensor)
 
-    def _together(self, own: dict[str, Any]) -> dict[str, Any]:
-        parts: list[Any] | None = [None] * self.group.size if self.group.is_leader else None
-        dist.gather_object(own, parts, dst=0, group=self.group.control)
-        return {name: value for part in parts for name, value in part.items()} if parts is not None else own
+    def _gathered(self, form: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What all stages train, layer by layer in the first rank's host memory, each in its `form` there."""
+        own = super().trained_tensors()
+        found: dict[str, torch.Tensor] = {}
+        for layer in (*range(len(self.built.layers)), ENDS):
+            names = [name for name in own if part_of(name, self.built.layers_prefix) == layer]
+            told: list[Any] | None = [None] * self.group.size if self.group.is_leader else None
+            dist.gather_object({name: own[name] for name in names}, told, dst=0, group=self.group.control)
+            found |= {name: form(tensor) for part in told or () for name, tensor in part.items()}
+        return found
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
-        dtype = self.built.compute_dtype
-        return {name: tensor.to(dtype) for name, tensor in self.trained_tensors().items()}
+        return self._gathered(lambda tensor: tensor.to(self.built.compute_dtype))
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors, values = super().state()
-        return self._together(tensors), values | {"optimizer": self._together(values["optimizer"])}
+        """This stage's own (`slices.Parts`)."""
+        tensors, numbers = flatten_state(self.optimizer, self.names)
+        mine = Parts({f"optimizer|{name}": tensor for name, tensor in tensors.items()})
+        mine |= {f"parameter|{name}": tensor for name, tensor in super().trained_tensors().items()}
+        values = {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        return mine, values  # type: ignore[return-value]
 
-    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
         mine = set(self.names)
-        own = {name: tensor for name, tensor in tensors.items() if name.split("|")[1] in mine}
+        own = {name: tensors[name] for name in tensors if name.split("|")[1] in mine}
         numbers = {name: value for name, value in values["optimizer"].items() if name.rpartition("|")[0] in mine}
         super().load_state(own, values | {"optimizer": numbers})
 

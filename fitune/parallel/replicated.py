@@ -72,9 +72,14 @@ class Replicated(Alone):
         both = torch.cat([loss.detach().float().reshape(1).to(device), has])
         all_reduce(both)
         used = both[1:].tolist()
-        for bucket in _buckets([p for p, count in zip(parameters, used, strict=True) if count > 0]):
-            _sum_gradients(bucket)
+        sum_gradients([p for p, count in zip(parameters, used, strict=True) if count > 0])
         return both[0].to(loss.device, loss.dtype)
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Gradients of these become their sums over ranks, a bucket at a time; all ranks name the same ones."""
+    for bucket in _buckets(parameters):
+        _sum_gradients(bucket)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

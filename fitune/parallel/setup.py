@@ -9,6 +9,7 @@ from fitune.model.outside import open_host
 from fitune.parallel.replicated import Replicated
 from fitune.parallel.shared import close_shared, open_shared
 from fitune.parallel.world import Single
+from fitune.parallel.zero_config import stage_of
 from fitune.plan import Plan
 
 
@@ -19,10 +20,27 @@ def open_host_together(built: Built, plan: Plan, group: Single, known_as: str | 
     Args:
         known_as: of the weights, for layers streamed from a file (`packed_file.identity`).
     """
+    if stage_of(plan) is not None:
+        from fitune.parallel.zero_library import check
+
+        check(plan)
+    if plan.parallel == "cp":
+        from fitune.parallel.context import check_context
+
+        check_context(built, plan)
     if plan.parallel == "fsdp2":
         from fitune.parallel.sharded import open_shards
 
         open_shards(built, plan, group)
+    elif plan.parallel == "tp":
+        from fitune.parallel.tensor import open_split
+
+        open_split(built, plan, group)
+        return
+    elif plan.parallel == "zero3":
+        from fitune.parallel.zero_loading import Parts
+
+        built.parts = Parts(built, plan)
     elif plan.parallel == "pp":
         from fitune.parallel.pipeline import open_stage
 
@@ -38,6 +56,8 @@ def open_host_together(built: Built, plan: Plan, group: Single, known_as: str | 
 
 def finish_host_together(built: Built, plan: Plan, group: Single) -> None:
     """After the last weight."""
+    if built.parts is not None:
+        built.parts.finish()
     if plan.parallel == "pp":
         return
     if plan.stream_from == "disk":
@@ -59,12 +79,28 @@ def make_engine(built: Built, plan: Plan, group: Single) -> Engine:
 
         assert isinstance(group, Group)
         return ShardedEngine(built, plan, group)
+    if plan.parallel == "tp":
+        from fitune.parallel.group import Group
+        from fitune.parallel.tensor_engine import TensorEngine
+
+        assert isinstance(group, Group)
+        return TensorEngine(built, plan, group)
     if plan.parallel == "pp":
         from fitune.parallel.group import Group
         from fitune.parallel.pipeline import PipelineEngine
 
         assert isinstance(group, Group)
         return PipelineEngine(built, plan, group)
+    if stage_of(plan) is not None:
+        from fitune.parallel.group import Group
+        from fitune.parallel.zero import ZeroEngine
+
+        assert isinstance(group, Group)
+        return ZeroEngine(built, plan, group)
+    if plan.parallel == "cp":
+        from fitune.parallel.context import ContextEngine
+
+        return ContextEngine(built, plan, group)
     if plan.parallel not in ("ddp", "streamed"):
         raise UserError(f"this run was planned for parallel: {plan.parallel}, one process",
                         f"{group.size} processes have come", "start it with --nproc 1")  # fmt: skip

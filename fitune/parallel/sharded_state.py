@@ -8,7 +8,7 @@ for a layer's own weights (`FromRing`), after each update for adapters and ends 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ from fitune.model.build import Built
 from fitune.parallel.exchange import all_gather, all_reduce, broadcast, reduce_scatter, total_norm
 from fitune.parallel.group import Group
 from fitune.parallel.sharded import ShardBacking, ShardedRing
+from fitune.parallel.slices import Parts, Saved, Slice
 from fitune.plan import Plan
 
+_PARAMETER, _OPTIMIZER = "parameter|{}", "optimizer|{}|"  # keys of the state, as `Engine.state` has them
 Layer = int | None
 """A layer's index, None for what is outside the layers."""
 
@@ -84,12 +86,28 @@ class Unit:
         row = torch.cat(rows)
         return {place.name: place.of(row).clone() for place in self.places}
 
-    def from_host(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's part [part] of a row made of whole tensors, on the device."""
-        row = torch.zeros(self.count, dtype=torch.float32)
+    def overlaps(self) -> Iterator[tuple[Place, int, slice]]:
+        """(a tensor, the first of its elements that is in this rank's part, where in the part its elements lie)."""
+        first = self.group.rank * self.part
         for place in self.places:
-            place.of(row).copy_(tensors[place.name])
-        return self.mine(row).to(self.device)
+            start, end = max(place.start, first), min(place.start + place.count, first + self.part)
+            if start < end:
+                yield place, start - place.start, slice(start - first, end - first)
+
+    def cut(self, part: torch.Tensor, label: str) -> dict[str, Slice]:
+        """This rank's part of a row by tensor, in host memory; `label` makes the keys of the tensors' names."""
+        mine = part.detach().reshape(-1).to("cpu", torch.float32)
+        return {
+            label.format(place.name): Slice(mine[where], start, tuple(place.shape))
+            for place, start, where in self.overlaps()
+        }
+
+    def read(self, tensors: Saved, label: str) -> torch.Tensor:
+        """Inverse of `cut`, from whole tensors, of which no more than this rank's part is read; on the device."""
+        part = torch.zeros(self.part, dtype=torch.float32)
+        for place, start, where in self.overlaps():
+            part[where] = tensors.elements(label.format(place.name), start, where.stop - where.start)
+        return part.to(self.device)
 
 
 class Whole(Unit):
@@ -295,7 +313,7 @@ def as_saved(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 class ShardedEngine(Engine):
-    """An engine whose state is in parts; saved and loaded whole, so that any other layout can go on from it."""
+    """An engine whose state is in parts: each rank saves its own, and reads its own from what any layout has saved."""
 
     def __init__(self, built: Built, plan: Plan, group: Group):
         ring = ShardedRing(built, group)
@@ -312,44 +330,52 @@ class ShardedEngine(Engine):
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """On the first rank, in host memory; the others take part and get nothing."""
+        return self._gathered({})
+
+    def _gathered(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """As `trained_tensors`, unit by unit, each in the format that `dtypes` gives it as soon as it is there."""
         found: dict[str, torch.Tensor] = {}
         for unit in self._units:
-            found |= unit.to_host(unit.master)
+            for name, tensor in unit.to_host(unit.master).items():
+                found[name] = tensor.to(dtypes.get(name, tensor.dtype))
         return {name: found[name] for name in self.names if name in found}
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """On the first rank, in the formats in which the model computes."""
-        return as_saved(self, self.trained_tensors())
+        dtypes = {name: p.dtype for name, p in self.built.model.named_parameters()}
+        return as_saved(self, self._gathered(dtypes))
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors = {f"parameter|{name}": tensor for name, tensor in self.trained_tensors().items()}
-        numbers: dict[str, Any] = {}
+        """This rank's share (`slices.Parts`)."""
+        tensors, numbers = Parts(), dict[str, Any]()
         for unit in self._units:
+            tensors |= unit.cut(unit.master, _PARAMETER)
             for key, value in self.optimizer.state.get(unit.master, {}).items():
                 if isinstance(value, torch.Tensor) and value.numel() == unit.part:
-                    parts = unit.to_host(value.to(torch.float32))
-                    tensors |= {f"optimizer|{name}|{key}": tensor for name, tensor in parts.items()}
-                elif isinstance(value, torch.Tensor):
-                    tensors |= {f"optimizer|{place.name}|{key}": value.detach().cpu() for place in unit.places}
-                else:
+                    tensors |= unit.cut(value, _OPTIMIZER + key)
+                elif not isinstance(value, torch.Tensor):
                     numbers |= {f"{place.name}|{key}": value for place in unit.places}
-        return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+                elif unit.group.is_leader:  # a number that all ranks have
+                    tensors |= {_OPTIMIZER.format(place.name) + key: value.detach().cpu() for place in unit.places}
+        values = {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        return tensors, values  # type: ignore[return-value]
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
+        """From tensors that are read in part (`slices.Saved`)."""
+        assert isinstance(tensors, Saved)
         state: dict[str, torch.Tensor] = {}
         numbers: dict[str, Any] = {}
         for index, unit in enumerate(self._units):
-            found = {place.name: tensors.get(f"parameter|{place.name}") for place in unit.places}
             for place in unit.places:
-                saved = found[place.name]
-                if saved is None or saved.shape != place.shape:
+                name = _PARAMETER.format(place.name)
+                if name not in tensors or tensors.shape(name) != tuple(place.shape):
                     raise UserError(
                         "the checkpoint does not fit this run",
                         f"{place.name} is missing or has another shape",
                         "resume with the settings the run was started with",
                     )
-            unit.master.copy_(unit.from_host(found))  # type: ignore[arg-type]
+            unit.master.copy_(unit.read(tensors, _PARAMETER))
             self._load_optimizer(str(index), unit, tensors, values["optimizer"], state, numbers)
         names = [str(index) for index in range(len(self._units))]
         restore_state(self.optimizer, names, state, numbers)
@@ -357,15 +383,14 @@ class ShardedEngine(Engine):
         self.masters.publish()
 
     def _load_optimizer(
-        self, name: str, unit: Unit, tensors: dict[str, torch.Tensor], saved_numbers: dict[str, Any],
-        state: dict[str, torch.Tensor], numbers: dict[str, Any],
+        self, name: str, unit: Unit, tensors: Saved, saved_numbers: dict[str, Any], state: dict[str, torch.Tensor],
+        numbers: dict[str, Any],
     ) -> None:  # fmt: skip
         first = unit.places[0]
-        prefix = f"optimizer|{first.name}|"
+        prefix = _OPTIMIZER.format(first.name)
         for key in [full.removeprefix(prefix) for full in tensors if full.startswith(prefix)]:
-            saved = {place.name: tensors[f"optimizer|{place.name}|{key}"] for place in unit.places}
-            whole = saved[first.name].shape == first.shape
-            state[f"{name}|{key}"] = unit.from_host(saved) if whole else saved[first.name]
+            whole = tensors.shape(prefix + key) == tuple(first.shape)
+            state[f"{name}|{key}"] = unit.read(tensors, _OPTIMIZER + key) if whole else tensors[prefix + key]
         for full, value in saved_numbers.items():
             owner, _, key = full.rpartition("|")
             if owner == first.name:

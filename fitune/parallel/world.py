@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fitune.errors import UserError
 
@@ -15,6 +15,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 T = TypeVar("T")
+SAME_RECORDS = ("tp", "pp", "cp")
+"""Ways of working together in which every rank sees all records of a step."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Single:
     rank, size, local_rank, local_size = 0, 1, 0, 1
     is_leader = True
     elastic = False
+    cards: tuple[Any, ...] = ()  # each rank's (`fitune.hardware.Device`), where there are several with GPUs
 
     def share(self, value: T) -> T:
         """The first rank's value, on every rank."""
@@ -164,6 +167,10 @@ class Single:
     def of_node(self, value: T) -> T:
         """The value of the first rank of this node."""
         return value
+
+    def apart(self) -> Single:
+        """The same ranks, with exchanges of their own for a thread beside the training; all make it together."""
+        return self
 
     @property
     def leads_node(self) -> bool:

@@ -1,8 +1,8 @@
 """Which cards of the catalog do a job, how fast and for how much money: one planned, all compared. See `advise`.
 
 Cards alike in what a plan depends on (arithmetic, kernels, memory) share one plan, made for the one with the least
-memory; speed is each card's own. Several cards share a step's records, each with all of the plan on it (data parallel),
-as `fitune train` does on a machine with several; a card that cannot hold the plan is not helped by others of its kind.
+memory; speed is each card's own. Several cards share a step's records, each with all of the plan on it (data parallel);
+where one cannot hold it, several of a kind are planned together (`planner.layouts`), as `fitune train` does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fitune.catalog.clouds import PriceTable
 from fitune.catalog.gpus import Gpu
 from fitune.errors import UserError
 from fitune.memory.constants import overheads
+from fitune.memory.layouts import DATA_PARALLEL, with_nccl
 from fitune.memory.shipped import CatalogConfig
 from fitune.plan import Plan
 from fitune.planner import costs, jobs, make, positions
@@ -24,6 +25,7 @@ from fitune.planner.context import config_of
 from fitune.planner.costs import CardAdvice
 from fitune.planner.jobs import Job
 from fitune.planner.ladder import AS_FAST
+from fitune.planner.sharing import Layout
 from fitune.planner.target import capability
 from fitune.planner.whatif import changed
 from fitune.recipe import Recipe
@@ -37,10 +39,6 @@ NOT_SUPPORTED = ("Huawei",)  # needs torch_npu, which fitune does not use
 OWNED_SETS = (1, 2, 4)  # cards of a set that people build themselves
 SET_FROM_GB = 16.0  # consumer cards of this size and more are put together
 OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitune.hardware.torch_build)
-# Exchange of gradients between cards: share of the link's rate that a ring all-reduce reaches. Not measured; with
-# adapters it is under 2 % of a step, so that its error hardly shows.
-EXCHANGE_SHARE = 0.7
-SEVERAL_ERROR = 1.2  # on the high end of a step's time with several cards, which nothing here was measured on
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def advise(
         if gpu.vendor in NOT_SUPPORTED:
             continue
         for count in _counts(gpu, prices):
-            rows.append(_card(gpu, count, made.for_card(gpu), job, decoder, prices))
+            rows.append(_card(gpu, count, made.for_cards(gpu, count), job, decoder, prices))
     fitting = [row for row in rows if row.fits]
     left_out = tuple(gpu.name for gpu in cards if gpu.vendor in NOT_SUPPORTED)
     limits = {"max_cost": max_cost, "max_hours": max_hours}
@@ -168,6 +166,8 @@ class _Plans:
     def __init__(self, recipe: Recipe, config: Any, job: Job, among: Sequence[Gpu]):
         self.recipe, self.config, self.job = recipe, config, job
         self._of: dict[str, PlanResult] = {}
+        self._smallest: dict[str, Gpu] = {}
+        self._together: dict[tuple[str, int], PlanResult] = {}
         refused: tuple[int, PlanResult] | None = None  # room, and what it is too small for
         for cards in _families(among):
             for smallest, members in cards:
@@ -177,18 +177,27 @@ class _Plans:
                 if not result.fits and not small:
                     refused = (room, result)  # smaller ones, also older ones, are refused with the same least need
                 self._of |= {gpu.id: result for gpu in members}
+                self._smallest |= {gpu.id: smallest for gpu in members}
 
-    def _plan(self, gpu: Gpu) -> PlanResult:
+    def _plan(self, gpu: Gpu, count: int = 1) -> PlanResult:
         from fitune import hardware
 
         recipe = self.recipe
         if recipe.precision == "auto" and gpu.bf16 and not _modern(gpu):
             recipe = changed(recipe, {"precision": "fp16"})
         ram = from_gib(recipe.ram) if recipe.ram else None
-        return make.make_plan(recipe, hardware.virtual(gpu, ram_bytes=ram), config=self.config, data=self.job.facts)
+        machine = hardware.virtual(gpu, count, ram_bytes=ram)
+        return make.make_plan(recipe, machine, config=self.config, data=self.job.facts)
 
-    def for_card(self, gpu: Gpu) -> PlanResult:
-        return self._of[gpu.id]
+    def for_cards(self, gpu: Gpu, count: int) -> PlanResult:
+        """One card's plan, which each of several has with its share; where one has none, that of all together."""
+        alone, smallest = self._of[gpu.id], self._smallest[gpu.id]
+        # cut into as many parts as there are cards it needs this at least
+        if alone.fits or count == 1 or alone.predicted["peak_allocated_bytes"] > count * smallest.usable_bytes:
+            return alone
+        if (smallest.id, count) not in self._together:
+            self._together[smallest.id, count] = self._plan(smallest, count)
+        return self._together[smallest.id, count]
 
     def nearest_fits(self) -> tuple[dict[str, Any], ...]:
         """Of the card with the most memory."""
@@ -232,6 +241,8 @@ def _card(gpu: Gpu, count: int, result: PlanResult, job: Job, decoder: Any, pric
     offers = [offer for offer in prices.offers if (offer.gpu_id, offer.num_gpus) == (gpu.id, count)]
     if not result.fits:
         return CardAdvice(gpu, count, used, None, needed, budget, None, None)
+    if result.plan.world_size > 1:  # planned together: of its cards each has this
+        used = result.plan.world_size
     plan, step, needed = _quickest(result, gpu, used, job, decoder)
     ram = ram_bytes(plan, decoder)
     offers = [offer for offer in offers if offer.host_ram_gib is None or from_gib(offer.host_ram_gib) >= ram]
@@ -243,9 +254,12 @@ def _card(gpu: Gpu, count: int, result: PlanResult, job: Job, decoder: Any, pric
                       card_notes(gpu, count, used, ram))  # fmt: skip
 
 
-def _needed(predicted: dict[str, Any], gpu: Gpu) -> int:
-    """Tensors and workspaces at the highest peak, and the driver's context."""
-    return int(predicted["peak_allocated_bytes"]) + overheads("cuda", capability(gpu)).context_bytes
+def _needed(predicted: dict[str, Any], gpu: Gpu, num_used: int = 1) -> int:
+    """Tensors and workspaces at the highest peak, the driver's context, and with several cards NCCL's buffers. (The
+    bucket in which they exchange gradients is there after the peak, when activations have gone.)"""
+    extra = overheads("cuda", capability(gpu))
+    extra = with_nccl(extra) if num_used > 1 else extra
+    return int(predicted["peak_allocated_bytes"]) + extra.context_bytes
 
 
 def _quickest(result: PlanResult, gpu: Gpu, used: int, job: Job, decoder: Any) -> tuple[Plan, StepTime, int]:
@@ -255,7 +269,7 @@ def _quickest(result: PlanResult, gpu: Gpu, used: int, job: Job, decoder: Any) -
     found = []
     for plan, predicted in ((result.plan, result.predicted), *others):
         mine = share(plan, used).with_(device_name=gpu.name, budget_bytes=gpu.usable_bytes)
-        found.append((mine, step_time(mine, gpu, used, job, decoder), _needed(predicted, gpu)))
+        found.append((mine, step_time(mine, gpu, used, job, decoder), _needed(predicted, gpu, used)))
     best = min(found, key=lambda entry: entry[1].step_s)
     return found[0] if found[0][1].step_s <= AS_FAST * best[1].step_s else best
 
@@ -272,44 +286,24 @@ def ram_bytes(plan: Plan, decoder: Any) -> int:
 
 
 def share(plan: Plan, num_used: int) -> Plan:
-    """One card's plan as each of several have it: its share of a step's records. It needs no more memory than alone
-    but for one bucket of gradients (32 MiB, `fitune.parallel.replicated`), which the planner's headroom holds."""
+    """One card's plan as each of several has it: its share of a step's records. One of several cards together has it
+    already, but for the records."""
     if num_used == 1:
         return plan
+    if plan.world_size > 1:
+        return plan.with_(batch=Layout(plan.parallel, plan.world_size).share(plan.batch))
     rows, way = -(-plan.batch // num_used), "ddp" if plan.stream_from == "none" else "streamed"
     return plan.with_(batch=rows, micro_batch=min(plan.micro_batch, rows), parallel=way, world_size=num_used)
 
 
 def step_time(plan: Plan, gpu: Gpu, num_used: int, job: Job, decoder: Any) -> StepTime:
-    """Of the whole step: of the card with the largest share, and the exchange of gradients after it. `tokens` are
-    those of all cards."""
+    """Of the whole step, exchanges between cards included (`fitune.speed.together`). `tokens` are those of all cards."""
     from fitune import speed
 
     mean_plan, workload = job.workload(plan)
     step = speed.predict(mean_plan, decoder, gpu.name, workload=workload)
-    if num_used == 1:
-        return step
-    exchange = exchange_s(plan, gpu, num_used, decoder)
-    tokens = step.tokens * job.batch / plan.batch
-    return replace(
-        step, step_s=step.step_s + exchange, low_s=step.low_s + exchange / 2,
-        high_s=(step.high_s + 2 * exchange) * SEVERAL_ERROR, tokens=tokens, basis=_unmeasured(step.basis),
-    )  # fmt: skip
-
-
-def _unmeasured(basis: str) -> str:
-    """Several cards were not measured, whatever one was."""
-    return "kin" if basis == "measured" else basis
-
-
-def exchange_s(plan: Plan, gpu: Gpu, num_used: int, decoder: Any) -> float:
-    """Seconds in which cards add up their fp32 gradients: a ring sends each byte 2 (n - 1) / n times over a link.
-    NVLink's figure is of both directions."""
-    from fitune.speed.work import trained_params
-
-    num_bytes = 4 * trained_params(plan, decoder)
-    rate = max(gpu.link_bytes_per_s, (gpu.nvlink_gb_per_s or 0.0) * 1e9 / 2)
-    return 2 * (num_used - 1) / num_used * num_bytes / (rate * EXCHANGE_SHARE)
+    ranks = num_used if plan.parallel in DATA_PARALLEL else 1
+    return replace(step, tokens=step.tokens / ranks * job.batch / plan.batch)
 
 
 def job_hours(step: StepTime, job: Job) -> tuple[float, float, float]:

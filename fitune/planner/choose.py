@@ -7,7 +7,7 @@ from dataclasses import replace
 from fitune.errors import UserError
 from fitune.memory import known
 from fitune.plan import Adapter, Plan
-from fitune.planner import ladder, placement
+from fitune.planner import ladder, placement, sharing
 from fitune.planner.context import PlanContext
 from fitune.planner.target import Target
 from fitune.recipe import QUANTISED_FORMATS
@@ -37,14 +37,39 @@ def choose(context: PlanContext, formats: list[str]) -> tuple[list[ladder.Candid
         if fitting:
             break
         tried.append((draft, resident.smallest()))
+    if not found and context.replays and not context.is_simple:  # not for the many offers to whom nothing fits
+        found = _tight(context, [draft for draft, _ in tried])
     return ladder.ordered(found), tried
+
+
+def _tight(context: PlanContext, formats: list[Plan]) -> list[ladder.Candidate]:
+    """Candidates with a tiled MLP, the head or the adapters' masters in host memory, of the first group of such drafts
+    in which one fits. (Each has to be traced, which takes seconds: they are not looked at where another fits, nor a
+    quantised base where a wide one fits that does not wait for the link.)"""
+    has_mlp = any(linear.in_mlp for layer in context.decoder.layers for linear in layer.linears)
+    asked = context.recipe.loss_chunk is not None
+    groups = [placement.tight_drafts(draft, context.row_width(draft), has_mlp, asked) for draft in formats]
+    for group in zip(*groups, strict=True):
+        found: list[ladder.Candidate] = []
+        for drafts in group:
+            if found and context.step_time(ladder.ordered(found)[0].plan).bound != "link":
+                break
+            for placed in drafts:
+                candidates = search(context, placed).fitting(context.limit_bytes)
+                found += [s for c in candidates if (s := _settled(context, c)) is not None]
+        streams = [c for c in found if c.draft.stream_from != "none"]
+        if streams:
+            found += _most_resident(context, ladder.ordered(streams)[0])
+        if found:
+            return found
+    return []
 
 
 def least_of(context: PlanContext, tried: Tried) -> ladder.Candidate:
     """The candidate with the lowest peak of all formats, with what can wait outside the card there."""
     found = [least for _, least in tried]
-    for draft, _ in tried:
-        for placed in placement.drafts(draft):
+    for draft, _ in () if context.is_simple else tried:
+        for placed in sharing.drafts(draft, placement.drafts(draft), context.recipe):
             if placed.accumulation_order == "micro-batch-major" and placed.resident_layers in (0, None):
                 settled = _settled(context, search(context, placed).smallest())
                 found += [settled] if settled is not None else []
@@ -52,15 +77,18 @@ def least_of(context: PlanContext, tried: Tried) -> ladder.Candidate:
 
 
 def _placed(context: PlanContext, draft: Plan, resident: list[ladder.Candidate]) -> list[ladder.Candidate]:
-    """Candidates with weights or layer inputs outside the card; none where the resident ones lose nothing."""
+    """Candidates with weights or layer inputs outside the card; none where the resident ones lose nothing, or the
+    person wants it simple."""
+    if context.is_simple:
+        return []
     whole = context.num_rows(draft)
     if any(c.recompute_layers == 0 and c.micro_batch == whole for c in resident):
         return []
     found = []
-    for placed in placement.drafts(draft):
+    for placed in sharing.drafts(draft, placement.drafts(draft), context.recipe):
         candidates = search(context, placed).fitting(context.limit_bytes)
         found += [s for c in candidates if (s := _settled(context, c)) is not None]
-    streamed = [c for c in found if c.draft.stream_from != "none"]
+    streamed = [c for c in found if c.draft.stream_from not in ("none", "shards")]
     if streamed:
         found += _most_resident(context, ladder.ordered(streamed)[0])
     return found
@@ -162,7 +190,7 @@ def draft_of(context: PlanContext, base_format: str) -> Plan:
     _check_optimizer(optimizer, target.device)
     tied = bool(getattr(context.config, "tie_word_embeddings", False))
     host_embedding = target.device == "cuda" and method == "lora" and not tied
-    return Plan(
+    plan = Plan(
         model=recipe.model,
         num_layers=context.config.num_hidden_layers,
         method=method,
@@ -191,6 +219,7 @@ def draft_of(context: PlanContext, base_format: str) -> Plan:
         seed=recipe.seed,
         budget_bytes=target.budget_bytes,
     )
+    return sharing.drafted(plan, context.layout, recipe)
 
 
 def _check_optimizer(optimizer: str, device: str) -> None:
@@ -231,7 +260,7 @@ def search(context: PlanContext, draft: Plan) -> ladder.Search:
         num_rows=rows,
         width=context.row_width(draft),
         chunk=draft.loss_chunk,
-        fixed_chunk=recipe.loss_chunk is not None,
+        fixed_chunk=recipe.loss_chunk is not None or draft.mlp_tiles > 1 or draft.head_place == "host",
         micro_batch=recipe.micro_batch,
         recompute=fixed,
     )

@@ -14,6 +14,7 @@ from fitune.memory.variant import variant_of
 from fitune.plan import Plan
 from fitune.planner import lengths, positions
 from fitune.planner.lengths import DataFacts
+from fitune.planner.sharing import ALONE, Layout
 from fitune.planner.target import Target, choose_target
 from fitune.recipe import Recipe
 from fitune.units import from_gib
@@ -42,7 +43,13 @@ class PlanContext:
     tracers: dict[tuple[int, str, str], Any] = field(default_factory=dict)
     machine: Machine | None = None
     replays: bool = False  # what is chosen is replayed on the allocator's model before it counts as fitting
+    layout: Layout = ALONE  # how several GPUs share the step; `recipe.batch` is a rank's share then
     held_back: int = 0  # bytes by which replays were above what the search had taken for granted
+
+    @property
+    def is_simple(self) -> bool:
+        """Nothing may wait outside the card (`effort`)."""
+        return self.recipe.effort == "simple"
 
     @property
     def allowed_bytes(self) -> int:
@@ -87,7 +94,7 @@ class PlanContext:
         config = self.config if config is None else config
         seq_len, _ = positions.effective_seq_len(recipe, config)
         return PlanContext(recipe, target or self.target, config, seq_len, self.data, tracers=self.tracers,
-                           machine=self.machine)  # fmt: skip
+                           machine=self.machine, layout=self.layout)  # fmt: skip
 
     def row_width(self, plan: Plan) -> int:
         """Tokens in the widest row that training will meet."""
@@ -107,7 +114,8 @@ class PlanContext:
 
         rates = self.target.calibration.rates if self.target.calibration is not None else None
         workload = workload or speed.Workload(self.row_width(plan))
-        return speed.predict(plan, self.decoder, machine=self.machine, calibration=rates, workload=workload)
+        return speed.predict(plan, self.decoder, machine=self.machine, calibration=rates, workload=workload,
+                             together=self.layout.names)  # fmt: skip
 
     def tracer(self, plan: Plan) -> Any:
         """What gives the memory terms of a plan's variant (see `memory.known.tracer_for`), made once."""
@@ -163,8 +171,6 @@ def find_machine(recipe: Recipe, notes: list[str]) -> Machine:
         return hardware.probe()
     cards, said = gpus.parse_with_notes(recipe.gpu)
     notes += said
-    if sum(count for _, count in cards) > 1:
-        notes.append("this version plans for one GPU of those named")
     return hardware.virtual_mixed(cards, ram_bytes=from_gib(recipe.ram) if recipe.ram else None)
 
 

@@ -49,14 +49,16 @@ class Effect:
                 "source": t.source[1]}  # fmt: skip
 
 
-def effects(context: PlanContext, plan: Plan) -> list[Effect]:
-    """Every technique of the list under a plan: those it uses by what they save, then the others by what they would.
+def effects(context: PlanContext, plan: Plan, *, used_only: bool = False) -> list[Effect]:
+    """Every technique of the list under a plan: those it uses by what they save, then the others by what they would
+    (with `used_only` not these: each is a prediction of its own).
 
     Raises:
         UserError: as `phases.phases_of`.
     """
-    job = _Job(context, plan)
+    job = _Job(context, plan, used_only)
     found = [effect for technique in ALL if (effect := _effect(job, technique)) is not None]
+    found = [effect for effect in found if effect.used or not used_only]
     return sorted(found, key=lambda e: (not e.used, -(e.saves_bytes or 0)))
 
 
@@ -79,8 +81,8 @@ Answer = tuple[bool, int | None]
 class _Job:
     """A plan with what formulas need of it, and predictions of plans beside it."""
 
-    def __init__(self, context: PlanContext, plan: Plan):
-        self.context, self.plan = context, plan
+    def __init__(self, context: PlanContext, plan: Plan, used_only: bool = False):
+        self.context, self.plan, self.used_only = context, plan, used_only
         self.num_gpus = plan.world_size if plan.world_size > 1 else USUAL_GPUS
 
     @cached_property
@@ -137,7 +139,7 @@ class _Job:
         if used:
             more = self.less(**without)
             return True, _ByFormula(formula) if more is None else more
-        if with_it is None:
+        if with_it is None or self.used_only:
             return False, None
         more = self.less(**with_it)
         return False, _ByFormula(formula) if more is None else -more

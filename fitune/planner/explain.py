@@ -124,9 +124,13 @@ def _streaming(
 ) -> Reason | None:
     """Why frozen weights pass through the card, or why they do not where they could."""
     plan = chosen.plan
+    if context.is_simple and plan.device == "cuda":
+        return Reason("streaming", "off", "you asked for a simple plan (--effort simple): all of it is on the card")
     if plan.stream_from == "none":
         rival = _best(others, base_format=plan.base_format, streams=True)
         return Reason("streaming", "off", f"streamed it would be {_slower(rival, chosen)}") if rival else None
+    if plan.stream_from == "shards":  # the layout's own: `planner.layouts` says why
+        return None
     count = len(plan.streamed_layers())
     value = f"{count} of {plan.num_layers} layers from {_FROM[plan.stream_from]}"
     resident = _best(others, base_format=plan.base_format, streams=False)

@@ -22,6 +22,9 @@ _MOMENT_BYTES = {"adamw": 8.0, "lion": 4.0, "adamw8bit": 2 + 8 / 256, "lion8bit"
 def of(context: PlanContext, plan: Plan, terms: StepTerms, row_width: int) -> host.Facts:
     """The facts of a context's model under a plan, at rows of `row_width` tokens."""
     config, name = context.config, context.recipe.model.strip()
+    if plan.optimizer_place != "device" and plan.adapter is not None:
+        rows = context.num_rows(plan)
+        terms = placement.terms_with_masters(context, plan, rows)(plan.micro_batch, row_width, plan.loss_chunk)
     shape = catalog.find(name.removeprefix(RANDOM))
     num_parameters = shape.params_total if shape is not None else _count(config)
     num_trained = num_parameters if plan.method == "full" else terms.trained_bytes // 4

@@ -59,12 +59,18 @@ def rungs(plan: Plan) -> tuple[int, ...]:
     """The rungs of the ladder that a plan stands on, the highest first; () is the simplest plan. Compared as tuples
     they say which of two plans is the lower one."""
     used = {
+        0: plan.world_size > 1,
         1: plan.micro_batch < plan.batch,
         2: plan.recompute_layers > 0,
         3: plan.offload_inputs,
-        4: plan.stream_from != "none",
-        5: plan.base_format == "int8",
-        6: plan.base_format in QUANTISED_FORMATS and plan.base_format != "int8",
+        4: plan.mlp_tiles > 1,
+        5: plan.stream_from not in ("none", "shards"),
+        6: plan.head_place == "host",
+        7: plan.base_format == "int8",
+        8: plan.base_format in QUANTISED_FORMATS and plan.base_format != "int8",
+        9: plan.optimizer_place != "device",
+        10: plan.parallel in ("fsdp2", "zero1", "zero2", "zero3"),
+        11: plan.parallel in ("tp", "pp"),
     }
     return tuple(number for number in sorted(used, reverse=True) if used[number])
 

@@ -6,22 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fitune.memory.constants import HEADROOM
-from fitune.memory.phases import Prediction, needed_bytes
-from fitune.plan import Plan, Reason
-from fitune.planner import explain, ladder, nofit
-from fitune.planner.choose import Tried, base_formats, choose, least_of
-from fitune.planner.context import REPLAY_MARGIN, PlanContext, open_context
+from fitune.planner import finish, layouts
+from fitune.planner.choose import base_formats, choose, least_of
+from fitune.planner.context import REPLAY_MARGIN, open_context
+from fitune.planner.layouts import Ranks
 from fitune.planner.lengths import DataFacts
-from fitune.planner.phases import phases_of, predicted_of, with_phases
-from fitune.planner.result import PlanResult, predicted_dict
-from fitune.planner.target import Target
+from fitune.planner.phases import with_phases
+from fitune.planner.result import PlanResult
 from fitune.recipe import Recipe
-from fitune.units import format_bytes
 
 if TYPE_CHECKING:
     from fitune.hardware import Machine
-
-MOST_REPLAYS = 5  # searches with a tighter limit after a replay was above it
 
 
 def make_plan(
@@ -32,85 +27,37 @@ def make_plan(
     data: DataFacts | None = None,
     detailed: bool = False,
     notes: Sequence[str] = (),
+    ranks: Ranks | None = None,
 ) -> PlanResult:
-    """The plan for a recipe on a machine (this one, or the cards of `--gpu`).
+    """The plan for a recipe on a machine (this one, or the cards of `--gpu`); where it has several GPUs, for all of
+    them together (see `fitune.planner.layouts`).
 
     Args:
         config: the model's configuration when it is known already; otherwise it is looked up by name, without weights.
         data: lengths of the data when it has been read.
         detailed: also predict every phase of the chosen plan, event for event, with whose the bytes are.
         notes: what `find_machine` said of the machine, where it was asked before.
+        ranks: processes that have been started for this job; None: as many as the machine has GPUs for.
 
     Raises:
         UserError: unknown model or card, contradictory or impossible settings.
     """
     context = open_context(recipe, machine, config=config, data=data, replays=detailed, notes=notes)
-    context.notes += _budget_note(context.target, REPLAY_MARGIN if detailed else HEADROOM)
+    assert context.machine is not None
+    targets = layouts.targets_of(recipe, context.machine, ranks)
+    if len(targets) > 1:
+        return layouts.plan_together(context, targets, ranks=ranks, detailed=detailed)
+    context.notes += finish.budget_note(context.target, REPLAY_MARGIN if detailed else HEADROOM)
     found, tried = choose(context, base_formats(context))
     prediction = None
     if detailed:
-        found, tried, prediction = _replayed(context, found, tried)
+        found, tried, prediction = finish.replayed(context, found, tried)
     if found:
-        result = _result(context, found[0], found[1:], tried, fits=True)
+        result = finish.result(context, found[0], found[1:], tried, fits=True)
     else:
         least = least_of(context, tried)
         others = [pair for pair in tried if pair[0].base_format != least.draft.base_format]
-        result = _result(context, least, [], others, fits=False)
+        result = finish.result(context, least, [], others, fits=False)
     if not detailed:
         return result
     return with_phases(context, result, prediction)
-
-
-def _replayed(
-    context: PlanContext, found: list[ladder.Candidate], tried: Tried
-) -> tuple[list[ladder.Candidate], Tried, Prediction | None]:
-    """The same with a chosen candidate whose every phase stays within what is allowed on the allocator's model, and
-    its prediction: where a replay is above it, the search is made again with less room by as much."""
-    for _ in range(MOST_REPLAYS):
-        if not found:
-            break
-        prediction = phases_of(context, found[0].plan)
-        excess = needed_bytes(prediction.most) - context.allowed_bytes
-        if excess <= 0:
-            return found, tried, prediction
-        # below this candidate's sum, which may itself be below the limit
-        context.held_back += max(0, context.limit_bytes - found[0].peak_bytes) + excess
-        found, tried = choose(context, base_formats(context))
-    for _, least in sorted(tried, key=lambda pair: pair[1].peak_bytes):
-        prediction = phases_of(context, least.plan)
-        if needed_bytes(prediction.most) <= context.allowed_bytes:
-            return [least], [pair for pair in tried if pair[1] is not least], prediction
-    return [], tried, None
-
-
-def _budget_note(target: Target, share: float) -> list[str]:
-    """What of a card's memory is not for tensors; the sizes a plan shows are tensors and library workspaces."""
-    if target.device != "cuda":
-        return []
-    extra = target.overheads
-    return [
-        f"besides what is shown the driver's context takes about {format_bytes(extra.context_bytes)} ({extra.source}), "
-        f"and {share:.0%} of the budget stay free for the allocator"
-    ]
-
-
-def _finished(context: PlanContext, chosen: ladder.Candidate) -> Plan:
-    """A candidate's plan with its prediction: replayed where the context asks for it, else sums of tensors."""
-    if not context.replays:
-        return chosen.plan.with_(predicted=predicted_dict(chosen.peaks, context.target.overheads.workspace_bytes))
-    return chosen.plan.with_(predicted=predicted_of(context, phases_of(context, chosen.plan, briefly=True)))
-
-
-def _result(
-    context: PlanContext, chosen: ladder.Candidate, others: list[ladder.Candidate], rejected: Tried, *, fits: bool
-) -> PlanResult:
-    plan = chosen.plan.with_(predicted=predicted_dict(chosen.peaks, context.target.overheads.workspace_bytes))
-    reasons: tuple[Reason, ...] = explain.reasons(context, chosen, rejected, others, fits=fits)
-    plan = plan.with_(reasons=reasons)
-    alternatives = []
-    for candidate in ladder.alternatives(chosen, others):
-        other = _finished(context, candidate)
-        if (other.predicted.get("device_bytes") or 0) <= context.target.budget_bytes:
-            alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted})
-    nearest = () if fits else nofit.nearest_fits(context, chosen.draft, chosen)
-    return PlanResult(fits, plan, plan.predicted, reasons, tuple(alternatives), tuple(nearest), tuple(context.notes))

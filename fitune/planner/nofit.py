@@ -41,8 +41,8 @@ def nearest_fits(context: PlanContext, draft: Plan, least: ladder.Candidate) -> 
         draft, least: the format with the smallest need, and its smallest candidate.
     """
     found = [
-        _freed(context, draft), _cap(context, draft, least), _quantised(context), _optimizer(context, draft, least),
-        _shorter(context, draft),
+        _freed(context, draft), _cap(context, draft, least), _effort(context), _quantised(context),
+        _optimizer(context, draft, least), _shorter(context, draft),
     ]  # fmt: skip
     if found[1] is None:
         found.append(_card(context, draft, least))
@@ -87,6 +87,15 @@ def _freed(context: PlanContext, draft: Plan) -> Offer | None:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in setting)
             return _offer(f"let fitune choose: leave out {names}", setting, found)
     return None
+
+
+def _effort(context: PlanContext) -> Offer | None:
+    """What may wait outside the card, where the person wanted it simple. (With `usual` it was looked at.)"""
+    if not context.is_simple:
+        return None
+    setting = {"effort": "usual"}
+    found = fits_with(context, setting)
+    return _offer("weights streamed from RAM or inputs offloaded: --effort usual", setting, found) if found else None
 
 
 def _quantised(context: PlanContext) -> Offer | None:
@@ -158,14 +167,17 @@ def _card(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer |
         return None
     away: dict[str, Any] = {name: None for name in ("vram", "devices") if getattr(context.recipe, name) is not None}
     tried = max(context.target.card_bytes or 0, context.target.budget_bytes)
+    cards = "a card with more memory" if context.layout.size == 1 else f"{context.layout.size} cards with more memory"
     larger = [g for g in gpus.all_gpus() if g.usable_bytes > tried and _can_replace(g, context.target)]
     for gpu in sorted(larger, key=lambda g: (_built_in(g), g.usable_bytes, g.launch_price_usd or 1e9)):
-        setting = {"gpu": gpu.id, **away}
-        target = choose_target(context.recipe.with_(**setting), hardware.virtual(gpu))
+        count = context.layout.size
+        setting = {"gpu": gpu.id if count == 1 else f"{gpu.id}:{count}", **away}
+        target = choose_target(context.recipe.with_(**setting), hardware.virtual(gpu, count))
+        target = replace(target, num_ranks=count)
         if target.budget_bytes < context.changed(context.recipe, target=target).budget_for(least.peak_bytes):
             continue
         if fits_with(context, setting, target=target, base_format=_same_format(draft)) is not None:
-            return _offer(f"a card with more memory: {gpu.name} ({format_bytes(gpu.usable_bytes)})", setting, least)
+            return _offer(f"{cards}: {gpu.name} ({format_bytes(gpu.usable_bytes)})", setting, least)
     return None
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.memory.phases import Prediction
 from fitune.memory.phases import predict as predict_phases
+from fitune.memory.replay import StepTerms
 from fitune.plan import Plan
 from fitune.planner import facts as model_facts
-from fitune.planner import placement
+from fitune.planner import placement, sharing
 from fitune.planner.context import PlanContext
 from fitune.planner.jobs import Job
 from fitune.planner.result import PlanResult
@@ -17,14 +18,43 @@ from fitune.planner.result import PlanResult
 if TYPE_CHECKING:
     from fitune.speed import JobTime
 
+# Owners of host memory that the ranks of a machine share: mapped by all (fitune.parallel.shared), or the first one's.
+ONCE_PER_NODE = ("embedding", "head", "streamed weights", "loader", "checkpoint")
+
 
 def phases_of(context: PlanContext, plan: Plan, *, briefly: bool = False) -> Prediction:
     """Every phase of a plan for a context's model and machine; `briefly` only those of loading and stepping."""
     width = context.row_width(plan)
     terms = placement.terms_of(context, plan, context.num_rows(plan))(plan.micro_batch, width, plan.loss_chunk)
-    facts = model_facts.of(context, plan, terms, width)
+    facts = model_facts.of(context, plan, _whole_terms(context, plan, terms, width), width)
     script = placement.script_of(context, plan)
-    return predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
+    made = predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
+    return _of_node(made, context.layout.per_node) if context.layout.per_node > 1 and plan.device == "cuda" else made
+
+
+def _whole_terms(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> StepTerms:
+    """Terms of the whole model, where a rank's are of a part of it: files and checkpoints are the whole one's."""
+    if plan.parallel in sharing.REPLAYED:
+        return terms
+    whole = placement.resident(plan)
+    rows = context.num_rows(whole)
+    return placement.terms_of(context, whole, rows)(plan.micro_batch, width, plan.loss_chunk)
+
+
+def _of_node(prediction: Prediction, ranks: int) -> Prediction:
+    """Host memory of all ranks of a machine: each is a process of its own, what they share is there once."""
+
+    def together(owners: dict[str, int] | None) -> dict[str, int] | None:
+        if owners is None:
+            return None
+        return {owner: size if owner in ONCE_PER_NODE else ranks * size for owner, size in owners.items()}
+
+    phases = tuple(
+        dataclasses.replace(phase, host=together(phase.host), pinned=together(phase.pinned))
+        if phase.name != "merge" else phase
+        for phase in prediction.phases
+    )  # fmt: skip
+    return dataclasses.replace(prediction, phases=phases)
 
 
 def predicted_of(context: PlanContext, prediction: Prediction) -> dict[str, Any]:
@@ -59,9 +89,10 @@ def _run_time(context: PlanContext, plan: Plan) -> JobTime | None:
     recipe, data = context.recipe, context.data
     if data is None or data.num_records is None or not data.lengths:
         return None
-    steps = recipe.num_steps(data.num_records)
+    batch = context.layout.batch or recipe.batch
+    steps = recipe.with_(batch=batch).num_steps(data.num_records)
     tokens = data.num_records * sum(data.lengths) / len(data.lengths)
-    job = Job(data.num_records, tokens, recipe.epochs or 1, steps, recipe.batch, data.lengths)
+    job = Job(data.num_records, tokens, recipe.epochs or 1, steps, batch, data.lengths)
     mean_plan, workload = job.workload(plan)
     return speed.job_time(context.step_time(mean_plan, workload), steps)
 

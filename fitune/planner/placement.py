@@ -1,22 +1,27 @@
 """Plans whose frozen weights or layer inputs wait outside the card: which there are, and what they need.
 
 A step under such a plan allocates what the resident one does, less the streamed layers' weights, plus the ring of
-buffers they pass through; less the saved inputs, plus two of them. `terms_of` changes the resident step's terms so, for
-the search; `script_of` gives the events, for the allocator's replay.
+buffers they pass through; less the saved inputs, plus two of them; less masters, optimizer state and all gradients but
+two layers'. `terms_of` changes the resident step's terms so, for the search; `script_of` gives the events, for the
+allocator's replay. A head in host memory makes another loss tail, which is traced.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fitune.errors import UserError
 from fitune.memory.events import Event, rounded
 from fitune.memory.host import PROCESS_BYTES
-from fitune.memory.pieces import STREAMED
+from fitune.memory.pieces import MASTER, STREAMED
 from fitune.memory.replay import LayerParts, Part, PassParts, StepTerms
+from fitune.memory.script import placement_of
 from fitune.memory.terms import together
 from fitune.plan import Plan
+from fitune.planner import sharing
 from fitune.planner.ladder import TermsOf
 
 if TYPE_CHECKING:
@@ -24,19 +29,27 @@ if TYPE_CHECKING:
     from fitune.planner.context import PlanContext
 
 LEVELS = (0.0, 0.25, 0.5, 0.75)  # shares of the layers whose weights stay on the card
+TILE_TOKENS = 2048  # of a piece of a tiled MLP, at most: enough for full speed of its products
+FEWEST_TILES = 4
+HEAD_CHUNK = 1024  # tokens of a loss chunk where logits are made a tile of the vocabulary at a time
 
 
 def is_placed(plan: Plan) -> bool:
     """Whether something of the plan's step waits outside the card."""
-    return bool(plan.streamed_layers()) or plan.offload_inputs or plan.head_place == "host"
+    places = plan.offload_inputs, plan.head_place == "host", plan.optimizer_place != "device"
+    return bool(plan.streamed_layers()) or any(places)
 
 
 def resident(plan: Plan) -> Plan:
-    """The plan with everything of its step on the card, one micro-batch after the other."""
-    return plan.with_(
-        stream_from="none", resident_layers=None, head_place="device", offload_inputs=False,
-        accumulation_order="micro-batch-major",
-    )  # fmt: skip
+    """The plan whose step is traced: everything on the card, one micro-batch after the other. With a head in host
+    memory inputs stay where they are, and either all layers are streamed or none (its tiles are sized by the ring)."""
+    plan = plan.with_(accumulation_order="micro-batch-major", optimizer_place="device", parallel="none", world_size=1,
+                      offload_optimizer="none", offload_params="none", offload_folder=None)  # fmt: skip
+    if plan.head_place == "device":
+        return plan.with_(stream_from="none", resident_layers=None, offload_inputs=False)
+    if plan.streamed_layers():
+        return plan.with_(stream_from="pinned", resident_layers=0)
+    return plan.with_(stream_from="none", resident_layers=None)
 
 
 # ---- which there are -------------------------------------------------------------------------------------------------
@@ -58,13 +71,56 @@ def drafts(draft: Plan) -> Iterator[Plan]:
                                   offload_inputs=offload)  # fmt: skip
 
 
+def tight_drafts(draft: Plan, width: int, has_mlp: bool, fixed_chunk: bool) -> Iterator[list[Plan]]:
+    """Drafts for where none of `drafts` fits, in groups of which a later one is for where the former does not: a gated
+    MLP in pieces of tokens; then the head in host memory too; then the adapters' masters and state.
+
+    Args:
+        width: tokens of the widest row.
+        has_mlp: some layer has a gated MLP that can run in pieces.
+        fixed_chunk: the person chose the loss chunk; else it is larger where logits are made in tiles.
+    """
+    if draft.device != "cuda" or draft.method != "lora":
+        return
+    tiles = max(FEWEST_TILES, 1 << (-(-width // TILE_TOKENS) - 1).bit_length()) if has_mlp else 1
+    tiled = draft.with_(mlp_tiles=tiles)
+    if has_mlp:
+        yield [placed for placed in drafts(tiled) if placed.offload_inputs]
+    chunk = draft.loss_chunk if fixed_chunk else max(draft.loss_chunk, HEAD_CHUNK)
+    lean = [placed.with_(head_place="host", loss_chunk=chunk) for placed in drafts(tiled)
+            if placed.offload_inputs and placed.resident_layers == 0]  # fmt: skip
+    yield lean
+    if not draft.optimizer.startswith("paged_"):
+        yield [placed.with_(optimizer_place="host") for placed in (*drafts(draft), *lean)]
+
+
 # ---- what they need on the card --------------------------------------------------------------------------------------
 
 
 def terms_of(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
     """Terms of a draft's step at (rows, columns, loss chunk); of one whose accumulation is layer-major those of all
-    `num_rows` rows of an optimizer step together."""
-    of_resident: TermsOf = context.tracer(resident(draft)).terms
+    `num_rows` rows of an optimizer step together.
+
+    Raises:
+        UserError: masters of full fine-tuning wait outside the card, which is not predicted.
+    """
+    on_card = terms_with_masters(context, draft, num_rows)
+    if draft.optimizer_place == "device":
+        return on_card
+    _check_adapters(draft)
+
+    def placed(rows: int, columns: int, chunk: int) -> StepTerms:
+        return without_masters(on_card(rows, columns, chunk), draft)
+
+    return placed
+
+
+def terms_with_masters(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
+    """The same, with masters and optimizer state on the card wherever the draft has them."""
+    tracer = context.tracer(resident(draft))
+    of_resident = sharing.of_rank(context, draft, num_rows, tracer.terms)
+    if draft.head_place == "host":
+        return functools.partial(_traced_terms, tracer, draft, num_rows, {})
     if not is_placed(draft):
         return of_resident
 
@@ -81,10 +137,77 @@ def terms_of(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
     return placed
 
 
+def _traced_terms(
+    tracer: Any, draft: Plan, num_rows: int, known: dict[tuple[int, ...], StepTerms], *shape: int
+) -> StepTerms:  # fmt: skip
+    """Terms of a step whose head is in host memory, kept in `known`."""
+    if shape not in known:
+        where = placement_of(draft.with_(batch=num_rows, micro_batch=shape[0]))
+        script = tracer.script_at(*shape, where.together)
+        known[shape] = script.placed(where).terms(*shape)
+    return known[shape]
+
+
+def _check_adapters(plan: Plan) -> None:
+    if plan.adapter is None:
+        raise UserError(
+            "cannot predict full fine-tuning with its masters outside the card",
+            f"optimizer_place is {plan.optimizer_place}, and all weights are trained",
+            "use optimizer_place device to predict, or an adapter (--method lora or qlora)",
+        )
+
+
+def without_masters(terms: StepTerms, plan: Plan) -> StepTerms:
+    """With an adapter's masters and optimizer state in host memory. On the card are copies in the compute format, and
+    of gradients those of the layer that runs and of the one before it, which are on their way. (In fp32 here, where the
+    engine may have 16 bits: half of one layer's at most. Parts outside the layers that are trained, which are biases,
+    count as on the card.) Updates on the card need buffers for their pieces."""
+    narrow = _is_narrow(plan)
+    layer_major = plan.accumulation_order == "layer-major"
+    largest = max((layer.trained_bytes for layer in terms.layers.values()), default=0)
+    leaving = largest // 2 if narrow and not layer_major else largest
+    buffers = 0
+    if plan.optimizer_place == "streamed":
+        from fitune.engine.streamed_update import buffer_bytes
+
+        buffers = buffer_bytes(plan.optimizer)
+    layers = {
+        kind: replace(
+            layer, weight_bytes=layer.weight_bytes - (layer.trained_bytes // 2 if narrow else 0), trained_bytes=0,
+            state_bytes=0,
+        )
+        for kind, layer in terms.layers.items()
+    }  # fmt: skip
+
+    def without(layer: LayerParts, kind: str) -> LayerParts:
+        gone = terms.layers[kind].trained_bytes
+
+        def ends(parts: tuple[Part, Part]) -> tuple[Part, Part]:
+            return parts[0], Part(parts[1].peak_bytes, parts[1].delta_bytes - gone)
+
+        return LayerParts(layer.stash, ends(layer.recompute), ends(layer.keep))
+
+    parts = terms.first_pass  # a later micro-batch meets no gradients either
+    parts = replace(
+        parts,
+        first=without(parts.first, terms.kinds[0]),
+        kinds={kind: without(layer, kind) for kind, layer in parts.kinds.items()},
+    )
+    return replace(
+        terms, layers=layers, first_pass=parts, later_pass=parts, other_state_bytes=0, optimizer_peak_bytes=0,
+        other_weight_bytes=terms.other_weight_bytes + leaving + buffers,
+    )  # fmt: skip
+
+
+def _is_narrow(plan: Plan) -> bool:
+    """Whether adapters on the card are 16-bit copies of masters elsewhere."""
+    return plan.adapter is not None and not plan.adapter.dora and plan.precision != "fp32"
+
+
 def streamed(terms: StepTerms, plan: Plan) -> StepTerms:
     """Without the streamed layers' frozen weights, with the ring that they pass through."""
     indices = set(plan.streamed_layers())
-    if not indices:
+    if not indices or plan.stream_from == "shards":  # shards' terms have their ring
         return terms
 
     def frozen(kind: str) -> int:
@@ -111,33 +234,42 @@ def streamed(terms: StepTerms, plan: Plan) -> StepTerms:
 
 def script_of(context: PlanContext, plan: Plan) -> Script | None:
     """The events of a plan's step; None where they are not known."""
-    if plan.head_place == "host":
+    if plan.parallel not in sharing.REPLAYED:
         return None
+    if plan.optimizer_place != "device":
+        _check_adapters(plan)
     tracer: Script = context.tracer(resident(plan))
-    return _Placed(tracer, plan) if is_placed(plan) else tracer
+    return _Placed(tracer, plan, context.num_rows(plan)) if is_placed(plan) else tracer
 
 
 class _Placed:
-    """A resident step's events with weights elsewhere and in another order of micro-batches (`memory.script`), and with
-    what inputs in host memory leave on the card in place of them."""
+    """A traced step's events with weights elsewhere and in another order of micro-batches (`memory.script`), and with
+    what inputs and masters in host memory leave on the card in place of them."""
 
-    def __init__(self, tracer: Any, plan: Plan):
+    def __init__(self, tracer: Any, plan: Plan, num_rows: int):
         self.tracer, self.plan = tracer, plan
+        self._where = placement_of(plan.with_(batch=max(num_rows, plan.micro_batch)))
 
     def _script(self, *shape: int) -> Script:
-        from fitune.memory.script import placement_of
-
-        made: Script = self.tracer.script_at(*shape).placed(placement_of(self.plan))
+        made: Script = self.tracer.script_at(*shape, self._where.together).placed(self._where)
         return made
 
     def step_events(self, num_rows: int, num_columns: int, loss_chunk: int, **how: Any) -> list[Event]:
         """See `memory.sequence.Script`."""
-        events = self._script(num_rows, num_columns, loss_chunk).step_events(num_rows, num_columns, loss_chunk, **how)
-        return list(_without_inputs(events)) if self.plan.offload_inputs else events
+        hosted = self.plan.optimizer_place != "device"
+        if hosted:  # nothing accumulates on the card: every micro-batch is as the first
+            how |= {"accumulates": False}
+        events: Iterable[Event] = self._script(num_rows, num_columns, loss_chunk).step_events(
+            num_rows, num_columns, loss_chunk, **how
+        )
+        if self.plan.offload_inputs and self.plan.head_place == "device":  # else they were traced so
+            events = _without_inputs(events)
+        return list(_without_masters(events, self.plan) if hosted else events)
 
     def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]:
         """See `memory.sequence.Script`."""
-        return self._script(num_rows, num_columns, loss_chunk).eval_events(num_rows, num_columns, loss_chunk)
+        events = self._script(num_rows, num_columns, loss_chunk).eval_events(num_rows, num_columns, loss_chunk)
+        return events if self.plan.optimizer_place == "device" else list(_without_masters(events, self.plan))
 
 
 _INPUTS = -2000  # numbers of blocks that no script uses
@@ -163,8 +295,35 @@ def _without_inputs(events: Iterable[Event]) -> Iterator[Event]:
             yield event
 
 
+def _without_masters(events: Iterable[Event], plan: Plan) -> Iterator[Event]:
+    """See `without_masters`: a layer's gradients go once the layer below it is through."""
+    narrow, wide = _is_narrow(plan), plan.accumulation_order == "layer-major"
+    leaving: list[Event] = []
+    if plan.optimizer_place == "streamed":
+        from fitune.engine.streamed_update import buffer_bytes
+
+        size = buffer_bytes(plan.optimizer)
+        yield Event(_INPUTS * 2, size, "workspace", "pieces of masters and state on their way", "load", -1)
+    for event in events:
+        over = [e for e in leaving if event.part != "backward" or e.layer >= event.layer + 2]
+        leaving = [e for e in leaving if e not in over]
+        yield from (replace(e, num_bytes=-e.num_bytes, part=event.part, layer=event.layer) for e in over)
+        if event.owner == "optimizer" or event.label.startswith(MASTER):
+            continue
+        if event.owner == "adapters" and narrow:
+            event = replace(event, num_bytes=event.num_bytes // 2)
+        elif event.owner == "gradients":
+            if event.num_bytes < 0:
+                continue
+            event = replace(event, num_bytes=event.num_bytes // 2) if narrow and not wide else event
+            leaving.append(event)
+        yield event
+
+
 def streamed_bytes(terms: StepTerms, plan: Plan) -> int:
-    """Frozen weights that wait outside. `terms`: of the same model, streamed or not."""
+    """Frozen weights that wait outside. `terms`: of the same model with its masters on the card, streamed or not."""
+    if plan.stream_from == "shards":  # they wait on the other cards
+        return 0
     kinds = [terms.kinds[i].removesuffix(STREAMED) for i in plan.streamed_layers()]
     return sum(terms.layers[kind].weight_bytes - terms.layers[kind].trained_bytes for kind in kinds)
 
@@ -204,15 +363,22 @@ def settled(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> P
     """The plan with its weights in the fastest place of the host that has room for them: pinned RAM, pageable RAM,
     the disk. None where not even what has to be in RAM has room."""
     target, config = context.target, context.config
+    masters = state = 0
+    if plan.optimizer_place != "device":
+        terms = terms_with_masters(context, plan, context.num_rows(plan))(plan.micro_batch, width, plan.loss_chunk)
+        masters, state = terms.trained_bytes, terms.state_bytes
     inputs = input_bytes(plan, width, config.hidden_size) if plan.offload_inputs else 0
-    table = config.vocab_size * config.hidden_size * _element_bytes(plan) if plan.embedding_place == "host" else 0
-    always = PROCESS_BYTES["linux", "cuda"] + table + inputs
+    table = config.vocab_size * config.hidden_size * _element_bytes(plan)
+    tables = table * ((plan.embedding_place == "host") + (plan.head_place == "host"))
+    ranks = context.layout.per_node  # of one machine: tables and streamed weights are there once for all of them
+    always = tables + ranks * (PROCESS_BYTES["linux", "cuda"] + inputs + 2 * masters + state)
+    pinned = ranks * (inputs + masters) + (table if plan.head_place == "host" else 0)  # of masters the gradients, on their way
     weights = streamed_bytes(terms, plan)
-    if always > target.ram_bytes or inputs > target.pinned_bytes:
+    if always > target.ram_bytes or pinned > target.pinned_bytes:
         return None
     if not weights:
         return plan
     if always + weights > target.ram_bytes:
         fits = target.disk_bytes is None or weights <= target.disk_bytes
         return plan.with_(stream_from="disk") if fits else None
-    return plan.with_(stream_from="pinned" if inputs + weights <= target.pinned_bytes else "pageable")
+    return plan.with_(stream_from="pinned" if pinned + weights <= target.pinned_bytes else "pageable")

@@ -21,6 +21,7 @@ class PlanResult:
         alternatives: other plans that fit: {"plan", "predicted"}.
         nearest_fits: when nothing fits: changes that would: {"change", "setting", "needs_bytes", ...}.
         notes: sentences for the person.
+        layouts: where there are several GPUs, each way of working together (see `fitune.planner.layouts.table`).
     """
 
     fits: bool
@@ -30,6 +31,7 @@ class PlanResult:
     alternatives: tuple[dict[str, Any], ...] = ()
     nearest_fits: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    layouts: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -39,6 +41,7 @@ class PlanResult:
             "reasons": [dataclasses.asdict(reason) for reason in self.reasons],
             "alternatives": list(self.alternatives),
             "nearest_fits": list(self.nearest_fits),
+            "layouts": list(self.layouts),
             "notes": list(self.notes),
         }
 

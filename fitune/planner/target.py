@@ -11,6 +11,7 @@ from fitune.errors import UserError
 from fitune.hardware import Device, Machine, torch_build
 from fitune.hardware.calibration import Calibration, for_planning
 from fitune.memory.constants import Overheads, overheads
+from fitune.memory.layouts import with_nccl
 from fitune.recipe import Recipe
 from fitune.units import format_bytes, from_gib
 
@@ -31,6 +32,7 @@ class Target:
         calibration: what was measured on this machine's own card or processor; None for cards one does not have.
         ram_bytes, pinned_bytes: beside a card: RAM that the run may use, and how much of it may be pinned.
         disk_bytes: free where packed weights would be kept; None: not known.
+        num_ranks: GPUs that work together: each holds what their exchanges take.
     """
 
     device: str  # cpu | cuda
@@ -48,12 +50,14 @@ class Target:
     ram_bytes: int = 0
     pinned_bytes: int = 0
     disk_bytes: int | None = None
+    num_ranks: int = 1
 
     @property
     def overheads(self) -> Overheads:
         """What a process holds there besides tensors."""
         own = self.calibration.memory if self.calibration is not None else None
-        return overheads(self.device, self.compute_capability, own)
+        found = overheads(self.device, self.compute_capability, own)
+        return with_nccl(found) if self.num_ranks > 1 else found
 
 
 def choose_target(recipe: Recipe, machine: Machine) -> Target:
@@ -77,9 +81,9 @@ def choose_target(recipe: Recipe, machine: Machine) -> Target:
         device = _by_index(wanted, machine)
     else:
         device = max(machine.devices, key=lambda d: (_room(d, virtual), -d.index))
-        if len(machine.devices) > 1:
+        if len(machine.devices) > 1 and (recipe.parallel == "none" or recipe.nproc == 1):
             notes.append(
-                f"{len(machine.devices)} GPUs are there; this version trains on one of them "
+                f"{len(machine.devices)} GPUs are there; one of them is used "
                 f"(GPU {device.index}, which has the most free memory)"
             )
     return _on_card(recipe, device, machine, notes)
@@ -127,8 +131,10 @@ def _calibration(device: Device | None, notes: list[str]) -> Calibration | None:
 
 
 def _by_index(wanted: str, machine: Machine) -> Device:
+    """The device of an index; of several (`0,1`) the first."""
+    first = wanted.split(",")[0].strip()
     for device in machine.devices:
-        if wanted in (str(device.index), f"cuda:{device.index}"):
+        if first in (str(device.index), f"cuda:{device.index}"):
             return device
     there = ", ".join(f"{d.index} ({d.name})" for d in machine.devices)
     raise UserError(f"no GPU {wanted}", f"the GPUs here are {there}", "use one index, such as --devices 0")

@@ -46,7 +46,8 @@ class CardRates:
 
     def copy_bytes_per_s(self, source: str) -> float:
         """Of streamed weights that wait in `source`: never faster than the link."""
-        rate = self.sources.get(source, self.link_bytes_per_s * constants.SOURCE_SHARE[source])
+        known = self.sources.get(source)  # shards have no share of their own: `speed.together` gives their rate
+        rate = self.link_bytes_per_s * constants.SOURCE_SHARE.get(source, 1.0) if known is None else known
         return min(rate, self.link_bytes_per_s)
 
 

@@ -20,7 +20,8 @@ class Fitted:
         attention_forward_share, attention_backward_share: of fused attention kernels.
         memory_share: elementwise kernels; unpack_share: unpacking the base; skinny_share: adapters' narrow products;
             update_share: the optimizer.
-        dropout_bytes: memory traffic per element of counter dropout (17 int32 passes, some of them in cache).
+        score_bytes: memory traffic per attention score of the blockwise kernel (fp32 products, scale, soft-cap, mask,
+            exponentials, the 16-bit copy); dropout_bytes: per element of counter dropout's kernel.
         kernel_s: time on the device that each kernel takes whatever it does.
         host_kernel_s: host time per kernel launched; host_call_s: of Python per module or autograd function entered.
         host_unpack_s: host time of bitsandbytes' own code per unpacked 4-bit weight.
@@ -37,6 +38,7 @@ class Fitted:
     unpack_share: float
     skinny_share: float
     update_share: float
+    score_bytes: float
     dropout_bytes: float
     kernel_s: float
     host_kernel_s: float
@@ -57,7 +59,8 @@ PRIOR = Fitted(
     unpack_share=0.6,
     skinny_share=0.5,
     update_share=0.6,
-    dropout_bytes=150.0,
+    score_bytes=72.0,
+    dropout_bytes=12.0,
     kernel_s=1.5e-6,
     host_kernel_s=7e-6,
     host_call_s=7e-5,
@@ -68,44 +71,49 @@ PRIOR = Fitted(
 )
 """What one would guess before any record: where a fit starts, and what it is drawn to where records say nothing."""
 
+# What follows is written by scripts/fit_speed.py. HOST_FACTORS: the host's time in each batch of records, relative to
+# the middle of them all, at which an unknown host is put.
 # fitted: begin
 FITTED_ON = (
-    "84 records of h200-2026-11-30.json, vm, Intel(R) Xeon(R) Processor; held-out half: median 5.2%, 95 % "
-    "23.8% on their hosts (4k tokens and more: 3.7%, 20.7%); 4.5%, 28.0% without knowing the host"
+    "142 records of h200-2026-11-30.json, h200-matrix-2026-11-30.json; held-out half: median 6.9%, 95 % "
+    "22.9% on their hosts (4k tokens and more: 3.1%, 20.5%); 9.2%, 23.6% without knowing the host"
 )
+HOST_FACTORS = {
+    "h200-2026-11-30.json": 1.068,
+    "vm, Intel(R) Xeon(R) Processor at 05810c7": 1.13,
+    "vm, Intel(R) Xeon(R) Processor at 06f34a0": 1.206,
+    "vm, Intel(R) Xeon(R) Processor at 39af758": 1.019,
+}
 FITTED = Fitted(
-    gemm_share=0.7,
-    gemm_half_tiles=62.15,
-    grouped_share=0.2854,
-    attention_forward_share=0.3817,
-    attention_backward_share=0.2848,
-    memory_share=0.6102,
-    unpack_share=0.4487,
-    skinny_share=0.8349,
+    gemm_share=0.72,
+    gemm_half_tiles=54.5,
+    grouped_share=0.3316,
+    attention_forward_share=0.4231,
+    attention_backward_share=0.2875,
+    memory_share=0.5252,
+    unpack_share=0.6,
+    skinny_share=0.8117,
     update_share=0.97,
-    dropout_bytes=163.2,
-    kernel_s=2.309e-06,
-    host_kernel_s=1.057e-05,
-    host_call_s=8.287e-05,
-    host_unpack_s=0.0001612,
+    score_bytes=65.56,
+    dropout_bytes=12.23,
+    kernel_s=1.572e-06,
+    host_kernel_s=1.927e-05,
+    host_call_s=6.87e-05,
+    host_unpack_s=0.0001414,
     host_low=0.6337,
     host_high=1.578,
-    device_error=0.1089,
+    device_error=0.08507,
 )
 # fitted: end
 
-HOST_FACTORS = {"h200-2026-11-30.json": 1.30}
-"""Host factors known beforehand: 8B NF4 at 1x2048 gave 4,223 tokens/s in that file; 5,126, 5,934 and 7,007 were read on
-three other hosts with an H200 (2026-11-30) and not kept as records. The geometric mean of the four is 5,494. (4,870 in
-`h200-matrix-2026-11-30.json` came later.)"""
 REFERENCE_TFLOPS = 989.0  # dense bf16 rate of the card the constants were fitted on (NVIDIA H200, catalog)
 REFERENCE_CARDS = ("h200-sxm",)  # catalog ids whose records the constants were fitted on
 OVERLAP_POWER = 6.0
 """Host and device run beside each other within a phase; their times combine as (host^p + device^p)^(1/p), a maximum
 with a rounded corner: where both are equal the phase takes 12 % longer than either."""
-SCORE_BYTES = 72.0
-"""Device memory traffic per attention score of the blockwise kernel, counted from `fitune.model.attention`: fp32
-products, scale, soft-cap, mask, exponentials and the 16-bit copy. Not measured."""
+CPU_DROPOUT_BYTES = 160.0
+"""Memory traffic per element of counter dropout on a processor: some 17 int32 passes, part of them in cache. Not
+measured."""
 EFFICIENT_ATTENTION = 0.6
 """The memory-efficient kernel's rate relative to flash attention's. A rule of thumb, not measured."""
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fitune.hardware import Machine
+from fitune.parallel.world import SAME_RECORDS
 from fitune.plan import Plan
 from fitune.speed.cards import CardRates, card_rates
+from fitune.speed.links import links_of
 from fitune.speed.roofline import StepTime, predict_step
 from fitune.speed.shape import Decoder, decoder_of
+from fitune.speed.together import rank_step
 from fitune.speed.work import Workload, step_work
 
 
@@ -22,10 +25,13 @@ def predict(
     *,
     workload: Workload | None = None,
     calibration: Mapping[str, Any] | None = None,
+    together: tuple[str, ...] = (),
 ) -> StepTime:
     """The time of one optimizer step of a plan.
 
     Args:
+        plan: of one process, or of one of `world_size` ranks: then `batch` are the rank's own records of a step, and
+            the tokens of the answer are those of all ranks.
         config: the text model's transformers configuration, a catalog `ModelShape`, or a `Decoder` made of either
             (make it once where many plans are compared).
         device_name: another card than the plan's own.
@@ -33,12 +39,25 @@ def predict(
         workload: mean length and share of target tokens of the data; without it rows are full and every token counts.
         calibration: this machine's measured rates (`fitune.hardware.calibration.for_planning(...)[0].rates`), which go
             before the catalog's.
+        together: names of all cards where a plan is one of several ranks'; without it all are as the plan's own.
 
     Never raises for an unknown card: its basis is "unknown", its interval very wide, its time good for ranking only.
     """
     decoder = config if isinstance(config, Decoder) else decoder_of(config)
+    if plan.world_size > 1 and plan.device != "cpu":
+        names = together or (device_name or plan.device_name,) * plan.world_size
+        cards = [_card(plan, name, machine, calibration) for name in dict.fromkeys(names)]
+        return rank_step(plan, decoder, cards, links_of(names, _host_links(names, machine)), workload)
     work = step_work(plan, decoder, workload)
-    return predict_step(work, _card(plan, device_name or plan.device_name, machine, calibration))
+    time = predict_step(work, _card(plan, device_name or plan.device_name, machine, calibration))
+    shares = plan.world_size if plan.parallel not in SAME_RECORDS else 1  # processes on one CPU: exchanges not counted
+    return replace(time, tokens=time.tokens * shares)
+
+
+def _host_links(names: Sequence[str], machine: Machine | None) -> list[float | None]:
+    """Each card's link to the host as it was found, None where that is not known."""
+    found = {d.name: d.link_bytes_per_s for d in machine.devices} if machine is not None else {}
+    return [found.get(name) for name in names]
 
 
 def _card(plan: Plan, name: str, machine: Machine | None, calibration: Mapping[str, Any] | None) -> CardRates:

@@ -1,9 +1,9 @@
 """Fit the roofline's constants to measured records. Plain Python: a search along one constant after another.
 
 A record is as `benchmarks/` writes them: `model`, `plan`, `gpu`, `measured.step_s`. Records of one host (the `host`
-they name, else the file they stand in) share one factor on the host's time, since a step of few tokens is as fast as
-its host launches kernels. What keeps constants that the records do not determine near their start is a penalty on
-log(constant / start), as if each were known to within `PRIOR_SPREAD`.
+they name and the commit, else the file they stand in) share one factor on the host's time, since a step of few tokens
+is as fast as its host launches kernels. What keeps constants that the records do not determine near their start is a
+penalty on log(constant / start), as if each were known to within `PRIOR_SPREAD`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from fitune.speed.work import StepWork, step_work
 
 SEARCHED = (
     "gemm_share", "gemm_half_tiles", "grouped_share", "attention_forward_share", "attention_backward_share",
-    "memory_share", "unpack_share", "skinny_share", "update_share", "dropout_bytes", "kernel_s",
+    "memory_share", "unpack_share", "skinny_share", "update_share", "score_bytes", "dropout_bytes", "kernel_s",
     "host_kernel_s", "host_call_s", "host_unpack_s",
 )  # fmt: skip
-PRIOR_SPREAD = {"host_kernel_s": 0.3, "host_call_s": 1.0, "host_unpack_s": 1.0, "gemm_half_tiles": 0.7, "kernel_s": 0.5}
-HOST_SPREAD = 0.25  # of log host factors, see `constants.HOST_FACTORS`
+PRIOR_SPREAD = {"host_kernel_s": 0.3, "host_call_s": 1.0, "host_unpack_s": 1.0, "gemm_half_tiles": 0.7, "kernel_s": 0.5,
+                "score_bytes": 0.7, "dropout_bytes": 1.0}  # fmt: skip
+OLD_DROPOUT = (None, "05810c7", "39af758")
+"""Commits of records whose counter dropout was some forty elementwise kernels; it is one kernel now."""
+HOST_SPREAD = 0.25  # of log host factors: seven hosts with an H200 differed by up to 1.7 times (see docs/speed.md)
 NOISE, LAUNCH_NOISE = 0.04, 0.12
 """Relative error of a record that counts as one. Runs of one plan on one host differ little where the device is the
 limit and by 10 to 15 % where the host is."""
@@ -77,11 +80,23 @@ def points_of(records: Iterable[tuple[str, dict[str, Any]]]) -> tuple[list[Point
             skipped.append(f"{record['name']}: {record['model']} is not in the catalog")
             continue
         plan = plans.from_dict(record["plan"])
-        host = record.get("host")
-        host = json.dumps(host, sort_keys=True) if isinstance(host, dict) else str(host) if host else file
+        if plan.adapter is not None and plan.adapter.dropout and record.get("commit") in OLD_DROPOUT:
+            skipped.append(f"{record['name']}: its dropout ran in kernels that there are no more")
+            continue
+        host = _host(record, file)
         work = step_work(plan, decoder_of(shape))
         found[record["name"]] = Point(record["name"], host, record["gpu"]["name"], work, float(step_s))
     return list(found.values()), skipped
+
+
+def _host(record: dict[str, Any], file: str) -> str:
+    """What stands for a record's machine. Rented machines have one name: the commit tells one batch of records, and so
+    one lease, from the next."""
+    host = record.get("host")
+    if not host:
+        return file
+    name = json.dumps(host, sort_keys=True) if isinstance(host, dict) else str(host)
+    return f"{name} at {record['commit']}" if record.get("commit") else name
 
 
 def predicted(point: Point, fitted: Fitted, host_factor: float = 1.0) -> StepTime:
@@ -99,8 +114,7 @@ def fit(points: Sequence[Point], start: Fitted | None = None, rounds: int = 60) 
     if not points:
         raise ValueError("no record to fit to")
     start = start or constants.PRIOR
-    best, hosts = start, {p.host: constants.HOST_FACTORS.get(p.host, 1.0) for p in points}
-    fixed = {host: factor for host, factor in hosts.items() if host in constants.HOST_FACTORS}
+    best, hosts = start, {p.host: 1.0 for p in points}
     loss = _loss(points, best, hosts, start)
     step = 0.3
     for _ in range(rounds):
@@ -112,7 +126,7 @@ def fit(points: Sequence[Point], start: Fitted | None = None, rounds: int = 60) 
                 if value < loss:
                     best, loss = tried, value
                     break
-        for host in sorted(hosts.keys() - fixed.keys()):
+        for host in sorted(hosts):
             for factor in (math.exp(step), math.exp(-step)):
                 moved = hosts | {host: hosts[host] * factor}
                 value = _loss(points, best, moved, start)
@@ -167,7 +181,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def block(fit_: Fit, fitted_on: str) -> str:
     """The Python text between the markers of `constants.py`."""
-    lines = ["FITTED_ON = (", *(f"    {json.dumps(line)}" for line in _wrapped(fitted_on)), ")", "FITTED = Fitted("]
+    lines = ["FITTED_ON = (", *(f"    {json.dumps(line)}" for line in _wrapped(fitted_on)), ")"]
+    lines += ["HOST_FACTORS = {", *(f"    {json.dumps(h)}: {f:.4g}," for h, f in sorted(fit_.hosts.items())), "}"]
+    lines += ["FITTED = Fitted("]
     lines += [f"    {f.name}={getattr(fit_.fitted, f.name):.4g}," for f in dataclasses.fields(Fitted)]
     return "\n".join([*lines, ")"])
 

@@ -136,8 +136,9 @@ def _device(segment: Segment, work: StepWork, card: CardRates, fitted: Fitted) -
     if work.attention == "efficient":
         share *= constants.EFFICIENT_ATTENTION
     attention = segment.attention_flops / (card.dense_flops * share) if segment.attention_flops else 0.0
-    memory = segment.memory_bytes + segment.scores * constants.SCORE_BYTES
-    memory += segment.dropout_elements * fitted.dropout_bytes
+    memory = segment.memory_bytes + segment.scores * fitted.score_bytes
+    dropout_bytes = constants.CPU_DROPOUT_BYTES if card.kind == "cpu" else fitted.dropout_bytes
+    memory += segment.dropout_elements * dropout_bytes
     kernel_s = constants.CPU_KERNEL_S if card.kind == "cpu" else fitted.kernel_s
     return {
         "matmul": _products(segment.gemms, rate, card, fitted),

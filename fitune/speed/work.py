@@ -321,7 +321,9 @@ class _Counter:
     def _dropout(self, count: _Count, width: int) -> None:
         elements = self.tokens * width
         count.dropout += elements
-        count.kernels += 18 * max(1.0, elements / 2**24) + 4
+        on_cuda = self.plan.device == "cuda"
+        count.kernels += 2 if on_cuda else 18 * max(1.0, elements / 2**24) + 4
+        count.calls += on_cuda  # Triton's launcher is Python
 
     def _scores_per_head(self, layer: Layer) -> float:
         """Query-key pairs within causality, documents and window, of one head and all rows."""
@@ -358,7 +360,7 @@ class _Counter:
         count.gemms.append(Gemm(rows, keys, layer.head_dim, number * (3 if backward else 1), grouped=True))
         count.gemms.append(Gemm(rows, layer.value_dim, keys, number * (2 if backward else 1), grouped=True))
         count.kernels += blocks * (45 if backward else 24)
-        count.calls += blocks
+        count.calls += blocks * (3 if backward else 1.5)  # beside the kernels some 24 views, 56 in backward
 
     def _delta_net(self, count: _Count, layer: Layer, backward: bool) -> None:
         """Gated delta net in plain torch, chunks of 64 tokens: a rough count."""
@@ -385,6 +387,16 @@ class _Counter:
         per_width = (11 if backward else 5) if layer.gated else (3 if backward else 2)
         count.memory += layer.mlp_width * unit * per_width
         count.kernels += 4 if backward else 2
+        if backward:
+            self._rejoin(count, layer)
+
+    def _rejoin(self, count: _Count, layer: Layer) -> None:
+        """Gradients of the parts of a joint projection are put together again: of slices each in a matrix of its own,
+        which are added up; of a gated MLP's halves by `cat`."""
+        for linear in layer.linears:
+            passes = {"qkv_proj": 11, "gate_up_proj": 6}.get(linear.name, 0)
+            count.memory += passes * self.tokens * linear.outputs * self.element
+            count.kernels += passes
 
     def _experts(self, count: _Count, layer: Layer, *, backward: bool, unpack: bool) -> None:
         """Routed experts: products of the active ones, weights of all of them."""

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from fitune.train.result import TrainResult
 
 
-def run_supervised(
-    recipe: Recipe, *, resume: Path | None = None, on_event: OnEvent | None = None, lang: str = "en"
-) -> TrainResult:
+def run_supervised(recipe: Recipe, *, resume: Path | None = None, on_event: OnEvent | None = None) -> TrainResult:
     """As `fitune.train.run`, in a process of its own that is started again when the system kills it.
 
     What the workers print goes to this process' standard error.
@@ -36,7 +34,7 @@ def run_supervised(
 
         def command(what: list[str]) -> list[str]:
             code = f"import sys; sys.path[:] = {sys.path!r}; from fitune.cli.main import main; sys.exit(main())"
-            return [sys.executable, "-c", code, "train", *what, "--lang", lang]
+            return [sys.executable, "-c", code, "train", *what]
 
         supervisor = Supervisor(command(first), lambda run: command(["--resume", str(run)]), on_event=on_event,
                                 to_stderr=True)  # fmt: skip

@@ -186,8 +186,7 @@ def _trained(run: RunFolder, plan: Plan) -> dict[str, torch.Tensor]:
             "this run has neither a result nor a checkpoint yet",
             f"train it: fitune train --resume {run.argument}",
         )
-    prefix = "parameter|"
-    return {name.removeprefix(prefix): t for name, t in saved.tensors.items() if name.startswith(prefix)}
+    return saved.trained()
 
 
 def _tokenizer(folder: Path, recipe: Recipe) -> Any:

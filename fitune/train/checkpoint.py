@@ -5,16 +5,28 @@ checkpoints/step-00000040/parameters.safetensors   what is trained, written firs
                           state.json               step, numbers
                           manifest.json            size and SHA-256 of each of them
 checkpoints/best.json                              the step with the lowest held-out loss, which is kept
+
+Where each rank holds a part of the state (`fsdp2`, `pp`), each writes files of its own into the same folder,
+parameters-00001-of-00004.safetensors and so on, whatever the state's size: nothing is gathered. The first rank makes
+the folder, writes numbers and manifest when all parts are on the disk, and gives the folder its name: what has that
+name is whole. Any layout on any number of ranks reads the tensors or slices it needs out of these files; the ranks
+share the work of comparing checksums.
+
+`torch.distributed.checkpoint` is not used: its index (`.metadata`) is a pickle, it has no checksums, and it takes part
+in no other layout than its own process group's without one (torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,96 +43,150 @@ from fitune.files import (
     size_on_disk,
     write_out,
 )
+from fitune.parallel.slices import Parts, Saved, Slice
+from fitune.parallel.world import Single
+from fitune.train.tensor_files import TensorFiles, write_tensors
 
 _NAME = re.compile(r"step-(\d{8})")
-_FORMAT = 2
+_FORMAT, _FORMAT_IN_PARTS = 2, 3
 _PARAMETER = "parameter|"
-_PARAMETERS, _STATE, _VALUES, _MANIFEST = "parameters.safetensors", "state.safetensors", "state.json", "manifest.json"
+_KINDS = ("parameters", "state")
+_VALUES, _MANIFEST = "state.json", "manifest.json"
 _BEST = "best.json"
-_TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+Tensors = Mapping[str, torch.Tensor | Slice]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint read back. `notes` say which newer ones were damaged and left out."""
+    """A checkpoint read back; its tensors are read when they are asked for. `notes` say which newer ones were damaged
+    and left out."""
 
     step: int
-    tensors: dict[str, torch.Tensor]
+    tensors: Saved
     values: dict[str, Any]
     notes: tuple[str, ...] = ()
 
+    def trained(self) -> dict[str, torch.Tensor]:
+        """What was trained, by the parameters' names."""
+        return {n.removeprefix(_PARAMETER): self.tensors[n] for n in self.tensors if n.startswith(_PARAMETER)}
+
+
+def num_bytes(tensors: Tensors) -> int:
+    """Of a state, or of a rank's share of one."""
+    stored = (t.part if isinstance(t, Slice) else t for t in tensors.values())
+    return sum(t.numel() * t.element_size() for t in stored)
+
 
 def save(
-    folder: Path, step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], keep: int
+    folder: Path, step: int, tensors: Tensors, values: dict[str, Any], keep: int, group: Single | None = None
 ) -> tuple[Path, int]:
     """Write the checkpoint after `step` optimizer steps, then remove all but the newest `keep` and the best.
 
     On a full disk older ones make room, all but the newest: what is being written is worth more than they are.
 
+    Args:
+        group: where `tensors` are a rank's `Parts`: the ranks that call this together.
+
     Returns:
         (its folder, its size in bytes).
     Raises:
-        UserError: it cannot be written; the newest earlier one (and the best) stay whole.
+        UserError: it cannot be written, on any rank; the newest earlier one (and the best) stay whole.
     """
     path = folder / f"step-{step:08d}"
+    group = group or Single()
     while True:
         try:
-            _write(path, step, tensors, values)
+            if isinstance(tensors, Parts):
+                _write_together(path, step, tensors, values, group)
+            else:
+                _write(path, step, tensors, values)
             break
         except UserError as problem:
-            cause = problem.__cause__
-            kept = step, best_step(folder)
-            spare = [old for old in steps(folder)[:-1] if old not in kept]
-            if cause is None or not is_disk_full(cause) or not spare:
+            if not group.share(_has_made_room(folder, step, problem) if group.is_leader else None):
                 raise
-            remove_folder(folder / f"step-{spare[0]:08d}")
-            if spare[0] in steps(folder):  # it cannot be removed: nor will it be next time
-                raise
-    prune(folder, keep)
+    if group.is_leader:
+        prune(folder, keep)
     return path, size_on_disk(path)
 
 
-def _write(path: Path, step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-    trained = {name: tensor for name, tensor in tensors.items() if name.startswith(_PARAMETER)}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in trained}
+def _has_made_room(folder: Path, step: int, problem: UserError) -> bool:
+    """Whether a disk that was full has one checkpoint less now."""
+    cause = problem.__cause__
+    kept = step, best_step(folder)
+    spare = [old for old in steps(folder)[:-1] if old not in kept]
+    if cause is None or not is_disk_full(cause) or not spare:
+        return False
+    remove_folder(folder / f"step-{spare[0]:08d}")
+    return spare[0] not in steps(folder)  # one that cannot be removed will not be next time
+
+
+def _write(path: Path, step: int, tensors: Tensors, values: dict[str, Any]) -> None:
     with atomic_folder(path) as temp:
-        write_tensors(temp / _PARAMETERS, trained)
-        write_tensors(temp / _STATE, rest)
-        content = {"format": _FORMAT, "step": step, "values": values}
-        _write_file(temp / _VALUES, json.dumps(content).encode())
-        names = (_PARAMETERS, _STATE, _VALUES)
-        files = {name: {"bytes": (temp / name).stat().st_size, "sha256": sha256(temp / name)} for name in names}
-        _write_file(temp / _MANIFEST, json.dumps({"format": _FORMAT, "step": step, "files": files}, indent=1).encode())
+        files = _write_files(temp, tensors, "")
+        _write_numbers(temp, _FORMAT, step, values, files)
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A safetensors file, tensor by tensor: nothing is copied (https://github.com/huggingface/safetensors, "Format").
+def _write_together(path: Path, step: int, parts: Parts, values: dict[str, Any], group: Single) -> None:
+    """Every rank its files; the first one names the folder when all are there."""
+    with ExitStack() as stack:
+        temp, *_ = _agreed(group, path, lambda: stack.enter_context(atomic_folder(path)) if group.is_leader else path)
+        suffix = f"-{group.rank + 1:05d}-of-{group.size:05d}"
+        told = _agreed(group, path, lambda: (_write_files(temp, parts, suffix), values["optimizer"]))
+
+        def finish() -> None:
+            if group.is_leader:
+                numbers = {name: number for _, some in told for name, number in some.items()}
+                files = {name: entry for some, _ in told for name, entry in some.items()}
+                _write_numbers(temp, _FORMAT_IN_PARTS, step, values | {"optimizer": numbers}, files)
+                stack.close()
+
+        _agreed(group, path, finish)
+
+
+def _agreed(group: Single, path: Path, work: Callable[[], T]) -> list[T]:
+    """What `work` gave on each rank.
 
     Raises:
-        OSError: it cannot be written; a part may be there.
+        UserError: it failed on any; the same error on all of them.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Wide elements first, so that every tensor starts at a multiple of its element's size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    end = 0
-    for name in order:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+    result, problem = None, None
     try:
-        write_out(descriptor, len(text).to_bytes(8, "little") + text)
-        for name in order:
-            if tensors[name].numel():
-                flat = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
-                write_out(descriptor, memoryview(flat.numpy()))
-    finally:
-        os.close(descriptor)
+        with explained("write", path):
+            result = work()
+    except UserError as error:
+        full = error.__cause__ is not None and is_disk_full(error.__cause__)
+        problem = (error.what, error.why, error.fix, error.exit_code), full
+    except (RuntimeError, MemoryError) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        problem = (f"cannot write {path}", why, "free memory on this machine", EXIT_FAILED), False
+    told = group.gather((result, problem))
+    failed = next((found for _, found in told if found is not None), None)
+    if failed is not None:
+        raise UserError(*failed[0]) from (OSError(errno.ENOSPC, "No space left on device") if failed[1] else None)
+    return [found for found, _ in told]  # type: ignore[misc]
+
+
+def _write_files(folder: Path, tensors: Tensors, suffix: str) -> dict[str, dict[str, Any]]:
+    """The files of these tensors: name to size and SHA-256."""
+    trained = {name: tensor for name, tensor in tensors.items() if name.startswith(_PARAMETER)}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in trained}
+    files = {}
+    for kind, some in zip(_KINDS, (trained, rest), strict=True):
+        name = f"{kind}{suffix}.safetensors"
+        write_tensors(folder / name, some)
+        files[name] = _entry(folder / name)
+    return files
+
+
+def _write_numbers(folder: Path, form: int, step: int, values: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+    _write_file(folder / _VALUES, json.dumps({"format": form, "step": step, "values": values}).encode())
+    content = {"format": form, "step": step, "files": files | {_VALUES: _entry(folder / _VALUES)}}
+    _write_file(folder / _MANIFEST, json.dumps(content, indent=1).encode())
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _write_file(path: Path, content: bytes) -> None:
@@ -170,28 +236,29 @@ def best_step(folder: Path) -> int | None:
     return None if found is None else found[0]
 
 
-def load_latest(folder: Path, *, with_tensors: bool = True) -> Checkpoint | None:
+def load_latest(folder: Path, *, with_tensors: bool = True, group: Single | None = None) -> Checkpoint | None:
     """The newest checkpoint that is whole (its numbers alone without `with_tensors`), or None when there is none.
 
     With tensors every file's SHA-256 is compared with the manifest. A damaged checkpoint is left where it is and the
     one before it is taken; `notes` say so.
 
+    Args:
+        group: ranks that call this together; each compares its share of the files, all take the same checkpoint.
+
     Raises:
         UserError: all of them are damaged, or the newest was written by another version.
     """
-    from safetensors import SafetensorError
-
+    group = group or Single()
     notes: list[str] = []
     last = None
-    for step in reversed(steps(folder)):
+    for step in reversed(group.share(steps(folder))):
         path = folder / f"step-{step:08d}"
-        try:
-            values, tensors = _read(path, (_PARAMETERS, _STATE) if with_tensors else ())
+        (values, tensors), problem = _tried(path, _KINDS if with_tensors else (), group)
+        why = next((found for found in group.gather(problem) if found is not None), None)
+        if why is None:
             return Checkpoint(step, tensors, values, tuple(notes))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            why = " ".join(str(error).split())[:200] or type(error).__name__
-            notes.append(f"the checkpoint of step {step} is damaged ({why}) and is left out")
-            last = last or (path, why)
+        notes.append(f"the checkpoint of step {step} is damaged ({why}) and is left out")
+        last = last or (path, why)
     if last is None:
         return None
     raise UserError(f"cannot resume from {last[0]}", f"it is damaged ({last[1]}), and there is no earlier whole one",
@@ -204,38 +271,44 @@ def trained(folder: Path, step: int) -> dict[str, torch.Tensor]:
     Raises:
         UserError: this checkpoint is damaged.
     """
+    path = folder / f"step-{step:08d}"
+    (values, tensors), why = _tried(path, ("parameters",), Single())
+    if why is not None:
+        raise UserError(f"cannot read {path}", f"it is damaged ({why})", "leave --best out, or copy the run again",
+                        EXIT_FAILED)  # fmt: skip
+    return Checkpoint(step, tensors, values).trained()
+
+
+def _tried(path: Path, kinds: tuple[str, ...], group: Single) -> tuple[tuple[dict[str, Any], Saved], str | None]:
+    """What `_read` gives, and what is wrong with the checkpoint, if anything is."""
     from safetensors import SafetensorError
 
-    path = folder / f"step-{step:08d}"
     try:
-        _, tensors = _read(path, (_PARAMETERS,))
+        return _read(path, kinds, group), None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"cannot read {path}", f"it is damaged ({why})", "leave --best out, or copy the run again",
-                        EXIT_FAILED) from None  # fmt: skip
-    return {n.removeprefix(_PARAMETER): t for n, t in tensors.items() if n.startswith(_PARAMETER)}
+        return ({}, TensorFiles(())), why
 
 
-def _read(path: Path, files: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(the numbers, the tensors of these files). Where tensors are read, all of it is compared with the manifest."""
-    from safetensors.torch import load_file
-
+def _read(path: Path, kinds: tuple[str, ...], group: Single) -> tuple[dict[str, Any], Saved]:
+    """(the numbers, the tensors of these kinds of files). Where tensors are read, all of it is compared with the
+    manifest: sizes by every rank, checksums by one."""
     content = parse_json((path / _VALUES).read_text(encoding="utf-8"))
-    if content["format"] != _FORMAT:
+    if content["format"] not in (_FORMAT, _FORMAT_IN_PARTS):
         raise UserError(
             f"cannot resume from {path}",
-            f"its format is {content['format']}, this fitune reads {_FORMAT}",
+            f"its format is {content['format']}, this fitune reads {_FORMAT} and {_FORMAT_IN_PARTS}",
             "resume with the fitune that wrote it",
         )
-    if not files:
-        return content["values"], {}
+    if not kinds:
+        return content["values"], TensorFiles(())
     listed = parse_json((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
-    for name in (*files, _VALUES):
+    wanted = [name for name in listed if name.endswith(".safetensors") and re.split("[.-]", name)[0] in kinds]
+    for number, name in enumerate((*wanted, _VALUES)):
         if (path / name).stat().st_size != listed[name]["bytes"]:
             raise ValueError(f"{name} has {(path / name).stat().st_size} bytes instead of {listed[name]['bytes']}")
-        if sha256(path / name) != listed[name]["sha256"]:
+        if number % group.size == group.rank and sha256(path / name) != listed[name]["sha256"]:
             raise ValueError(f"the SHA-256 of {name} is not that of the manifest")
-    tensors: dict[str, torch.Tensor] = {}
-    for name in files:
-        tensors |= load_file(path / name)
-    return content["values"], tensors
+    if not {re.split("[.-]", name)[0] for name in wanted} >= set(kinds):
+        raise ValueError("the manifest does not list all files")
+    return content["values"], TensorFiles(path / name for name in wanted)

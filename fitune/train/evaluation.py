@@ -124,7 +124,7 @@ def samples(active: Run, engine: Engine, when: str) -> None:
     """One held-out prompt per language, answered greedily. What does not fit in memory is left out and said."""
     from fitune.train.sampling import answer
 
-    if active.plan.parallel in ("fsdp2", "pp"):
+    if active.plan.parallel in ("fsdp2", "zero3", "tp", "pp"):
         active.emit("notice", text=f"no sample answers {when} training: no GPU holds all of the weights")
         return
     if not active.group.is_leader:

@@ -25,6 +25,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
         "resumed_from",
     ),
     "data": ("layout", "template", "lengths", "dropped", "truncated"),
+    "techniques": ("used",),
     "phase": ("phase", "peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes"),
     "step": (
         "step", "loss", "tokens", "targets", "lr", "grad_norm", "step_s", "tokens_per_s", "peak_allocated_bytes",

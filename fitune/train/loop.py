@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from fitune import plan as plans
 from fitune.data.readers import DEMO
 from fitune.errors import EXIT_DONE, EXIT_FAILED, UserError
-from fitune.parallel.world import Single
+from fitune.parallel.world import SAME_RECORDS, Single
+from fitune.parallel.zero_config import config_json
 from fitune.plan import Plan
 from fitune.recipe import Recipe
 from fitune.train import checkpoint, ranks, work
@@ -72,10 +73,9 @@ class Run:
 
     @functools.cached_property
     def saver(self) -> Saver:
-        if not self.group.is_leader:
-            return ranks.SilentSaver()  # type: ignore[return-value]
         ram_bytes = from_gib(self.recipe.ram) if self.recipe.ram else None
-        return Saver(self.folder.checkpoints_path, self.recipe.keep_checkpoints, ram_bytes=ram_bytes)
+        folder, keep = self.folder.checkpoints_path, self.recipe.keep_checkpoints
+        return Saver(folder, keep, ram_bytes=ram_bytes, group=self.group)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -100,7 +100,7 @@ class Run:
 
     def share(self, records: Sequence[Record]) -> Sequence[Record]:
         """Those of these records that this rank works on."""
-        if self.group.size == 1 or self.plan.parallel == "pp":  # stages see all of them
+        if self.group.size == 1 or self.plan.parallel in SAME_RECORDS:
             return records
         from fitune.parallel.replicated import share_of
 
@@ -142,15 +142,13 @@ class Run:
 
 
 def run(
-    recipe: Recipe, *, resume: Path | None = None, on_event: OnEvent | None = None, lang: str = "en",
-    supervised: bool = False,
+    recipe: Recipe, *, resume: Path | None = None, on_event: OnEvent | None = None, supervised: bool = False
 ) -> TrainResult:  # fmt: skip
     """Train as the recipe says; with `resume`, go on with that run exactly where its last checkpoint is.
 
     Args:
         on_event: called with every event, and before them with {"event": "folder", ...} and {"event": "plan", ...}
             (neither is stored: the second is plan.json).
-        lang: language of report.html, en or zh.
         supervised: another process starts this one again when it ends with `EXIT_RESTART`.
 
     Raises:
@@ -158,11 +156,11 @@ def run(
     """
     with ranks.joined(recipe) as (group, own):
         show = on_event if on_event is not None and group.is_leader else nobody
-        return _run(own, group, resume, show, lang, supervised)
+        return _run(own, group, resume, show, supervised)
 
 
 def _run(
-    recipe: Recipe, group: Single, resume: Path | None, show: OnEvent, lang: str, supervised: bool
+    recipe: Recipe, group: Single, resume: Path | None, show: OnEvent, supervised: bool
 ) -> TrainResult:  # fmt: skip
     if resume is None and group.elastic:
         resume = group.share(_same_run(recipe))
@@ -182,7 +180,7 @@ def _run(
         active.pulse.expect_s(TIMES * float(active.plan.predicted.get("step_s") or 0.0))
     # Until here a Ctrl-C ends the program as always: a new run has left nothing, an old one is as it was.
     with active.stop, active.log, _loggers(active, is_new=resume is None):
-        return _guarded(active, resumed=resume is not None, lang=lang, supervised=supervised)
+        return _guarded(active, resumed=resume is not None, supervised=supervised)
 
 
 def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
@@ -195,7 +193,8 @@ def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
         result = ranks.plan_for(session, group)
         plan = sessions.require_fit(result)
         out = Path(recipe.out) if recipe.out else None
-        created = RunFolder.create(out, recipe.model, _with_whole_paths(recipe).to_yaml(), plan.to_json())
+        created = RunFolder.create(out, recipe.model, _with_whole_paths(recipe).to_yaml(), plan.to_json(),
+                                   deepspeed_json=config_json(plan))  # fmt: skip
         show({"event": "folder", "run_folder": str(created.path)})
         show({"event": "plan", "run_folder": str(created.path), **result.as_dict()})
         made = plan, created.path.resolve() if group.size > 1 else created.path
@@ -274,7 +273,7 @@ def _discard(active: Run) -> None:
         active.folder.path.rmdir()
 
 
-def _guarded(active: Run, *, resumed: bool, lang: str, supervised: bool) -> TrainResult:
+def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
     """Run, and whatever happens leave an `end` event and a report."""
     try:
         status, error = work.train(active, resumed), None
@@ -285,21 +284,21 @@ def _guarded(active: Run, *, resumed: bool, lang: str, supervised: bool) -> Trai
     except Restart as wanted:
         if supervised:  # the one who starts the next process tells of it
             raise UserError(_broken(wanted), wanted.failure.line, "", EXIT_RESTART) from wanted
-        raise _failed(active, UserError(_broken(wanted), wanted.failure.line, "", EXIT_FAILED), lang) from wanted
+        raise _failed(active, UserError(_broken(wanted), wanted.failure.line, "", EXIT_FAILED)) from wanted
     except UserError as problem:
-        raise _failed(active, problem, lang) from problem
+        raise _failed(active, problem) from problem
     except Exception as problem:
         line = next(iter(str(problem).splitlines()), type(problem).__name__)
         found = classify(problem)
         if found is not None and found.where != PEER:
             words = UserError(f"out of memory at step {active.step + 1}", line,
                               "use a smaller --micro-batch or --vram", EXIT_FAILED)  # fmt: skip
-            raise _failed(active, words, lang) from problem
+            raise _failed(active, words) from problem
         _end(active, "failed", line)
-        _write_report(active, lang)
+        _write_report(active)
         raise
     _end(active, status, error)
-    _write_report(active, lang)
+    _write_report(active)
     before, after = eval_losses(active.folder.events())
     code = EXIT_CODES.get(status, EXIT_DONE)
     return TrainResult(active.folder.path, status, code, active.step, active.loss, before, after)
@@ -311,12 +310,12 @@ def _broken(wanted: Restart) -> str:
     return f"out of {PLACES[wanted.failure.where]}, and this process cannot go on with the device"
 
 
-def _failed(active: Run, problem: UserError, lang: str) -> UserError:
+def _failed(active: Run, problem: UserError) -> UserError:
     """Tell the end, and the same problem with the last checkpoint named."""
     with suppress(UserError):  # a checkpoint in the background: its failure is not the one to tell now
         work.report_saved(active, active.saver.wait())
     _end(active, "failed", problem.what)
-    _write_report(active, lang)
+    _write_report(active)
     return UserError(problem.what, problem.why, _with_checkpoint(active, problem.fix), problem.exit_code)
 
 
@@ -336,10 +335,10 @@ def _end(active: Run, status: str, error: str | None) -> None:
         active.on_event({"event": "notice", "text": str(problem)})
 
 
-def _write_report(active: Run, lang: str) -> None:
+def _write_report(active: Run) -> None:
     if not active.group.is_leader:
         return
     try:
-        write_report(active.folder, lang)
+        write_report(active.folder, active.recipe.lang or "en")
     except UserError as problem:  # the disk may be what ended the run; its events are safe
         active.on_event({"event": "notice", "text": str(problem)})

@@ -6,17 +6,15 @@ all ranks take the same way; what only one of them learns is told to all before 
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
 from fitune.parallel import world as worlds
-from fitune.parallel.world import Single
-from fitune.plan import Plan, Reason
+from fitune.parallel.world import SAME_RECORDS, Single
 from fitune.recipe import Recipe
 from fitune.train import session as sessions
 from fitune.train.events import EventLog, as_stored
@@ -24,8 +22,8 @@ from fitune.train.oom import PEER, MemoryFailure, classify
 from fitune.train.signals import StepGivenUp, StopSignals
 
 if TYPE_CHECKING:
+    from fitune.hardware import Device
     from fitune.planner import PlanResult
-    from fitune.train.saver import Saved, State
 
 STOP = "stop"  # a failure's `where`: no failure, the step is given up because the process is being ended
 
@@ -48,6 +46,7 @@ def joined(recipe: Recipe) -> Iterator[tuple[Single, Recipe]]:
         os.environ[worlds.VISIBLE] = worlds.card_of(world, recipe.devices, os.environ.get(worlds.VISIBLE))
         recipe = recipe.with_(devices=None)
     group = Group(world, "cpu" if on_cpu else "cuda")
+    group.cards = tuple(group.gather(_own_card())) if not on_cpu else ()
     try:
         yield group, recipe
     finally:
@@ -60,75 +59,27 @@ def _has_gpus() -> bool:
     return bool(hardware.probe().devices)
 
 
+def _own_card() -> Device:
+    """The one card that this rank sees."""
+    from fitune import hardware
+
+    return hardware.probe().devices[0]
+
+
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
 def plan_for(session: sessions.Session, group: Single) -> PlanResult:
-    """One process' plan, or that of a rank with its share of the records.
+    """One process' plan, or that of each of the group's ranks (`fitune.planner.layouts`).
 
     Raises:
         UserError: settings that cannot run on several processes.
     """
     if group.size == 1:
         return sessions.plan_session(session)
-    recipe = session.recipe
-    packing = recipe.packing
-    if packing is None:
-        packing = sessions.plan_session(session, detailed=False).plan.packing
-    share = recipe.batch if recipe.parallel == "pp" else -(-recipe.batch // group.size)
-    micro_batch = None if recipe.micro_batch is None else min(recipe.micro_batch, share)
-    # Packing is the whole step's: it decides, among others, which records of like length share a step.
-    mine = recipe.with_(batch=share, packing=packing, micro_batch=micro_batch)
-    result = sessions.plan_session(dataclasses.replace(session, recipe=mine))
-    plan = as_parallel(result.plan.with_(batch=recipe.batch), recipe.parallel, group.size)
-    result = dataclasses.replace(result, plan=plan, reasons=plan.reasons)
-    return _in_parts(session, result, share) if plan.parallel == "fsdp2" and not result.fits else result
+    from fitune.planner.layouts import Ranks
 
-
-def _in_parts(session: sessions.Session, result: PlanResult, share: int) -> PlanResult:
-    """What does not fit on one GPU, looked at again with 1/N of it on each: a trace of the rank's own step."""
-    from fitune import hardware
-    from fitune.memory.constants import HEADROOM
-    from fitune.memory.dry import Rows
-    from fitune.memory.ranks import trace_rank
-    from fitune.planner.target import choose_target
-
-    plan, target = result.plan, choose_target(session.recipe, hardware.probe())
-    longest = max(len(record) for record in (*session.data.train, *session.data.eval))
-    passes = min(2, -(-share // plan.micro_batch))  # the second pass of a step is as all later ones
-    peaks = trace_rank(session.config, plan, [Rows(plan.micro_batch, min(plan.seq_len, longest))] * passes)
-    extra = target.overheads
-    needed = max(peaks.first_step, peaks.step, peaks.eval) + extra.workspace_bytes
-    if needed > target.budget_bytes * (1 - HEADROOM) - extra.context_bytes:
-        return result
-    phases = {name: {"peak_allocated_bytes": getattr(peaks, name) + extra.workspace_bytes}
-              for name in ("first_step", "step", "eval")}  # fmt: skip
-    predicted = {"peak_allocated_bytes": needed, "phases": phases}
-    plan = plan.with_(predicted=predicted)
-    return dataclasses.replace(result, fits=True, plan=plan, predicted=predicted, nearest_fits=())
-
-
-def as_parallel(plan: Plan, wanted: str, size: int) -> Plan:
-    """A plan for one GPU as the plan of each of `size`: `wanted` is the recipe's `parallel`."""
-    streams = plan.stream_from != "none"
-    way = wanted if wanted != "auto" else "streamed" if streams else "ddp"
-    changes: dict[str, Any] = {}
-    if way == "fsdp2":
-        changes = dict(stream_from="shards", resident_layers=0, head_place="device")
-    elif way == "pp":
-        changes = dict(stream_from="none", resident_layers=None, head_place="device", offload_inputs=False)
-    elif way == "streamed" and not streams:
-        changes = dict(stream_from="pinned" if plan.device == "cuda" else "pageable", resident_layers=0)
-    elif way == "ddp" and streams:
-        way = "streamed"  # the same thing, of weights that are not all on the device
-    why = {
-        "ddp": "every GPU holds the weights and works on its share of the records",
-        "streamed": "all GPUs of a machine stream the same copy of the weights from its RAM",
-        "pp": "every GPU holds a range of the layers; micro-batches pass from one to the next",
-        "fsdp2": "every GPU holds its part of each layer's weights; a layer is put together when it runs",
-    }[way]
-    reason = Reason("parallel", f"{way} on {size} processes", why)
-    return plan.with_(parallel=way, world_size=size, reasons=(*plan.reasons, reason), **changes)
+    return sessions.plan_session(session, ranks=Ranks(group.size, group.local_size, group.cards))
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------
@@ -210,21 +161,6 @@ class SilentLog(EventLog):
         return 0
 
 
-class SilentSaver:
-    """A follower's checkpoints: it takes part in gathering the state, the leader writes it."""
-
-    frugal = False
-
-    def save(self, step: int, state: Callable[[], State], *, at_once: bool = False) -> list[Saved]:
-        state()
-        return []
-
-    def poll(self) -> list[Saved]:
-        return []
-
-    wait = poll
-
-
 def check(recipe: Recipe, size: int) -> None:
     """Raises UserError where this many processes cannot share the job."""
     if size == 1 and (recipe.nproc or 1) > 1:
@@ -233,7 +169,7 @@ def check(recipe: Recipe, size: int) -> None:
     if recipe.parallel == "none" and size > 1:
         raise UserError(f"--parallel none cannot run on {size} processes", "it means one process with one GPU",
                         "leave one of the two out")  # fmt: skip
-    if recipe.batch < size:
+    if recipe.batch < size and recipe.parallel not in SAME_RECORDS:
         raise UserError(f"{size} processes cannot share a batch of {recipe.batch}",
                         "each needs at least one record of a step",
                         f"use --nproc {recipe.batch}, or a larger --batch")  # fmt: skip

@@ -3,6 +3,7 @@
 recipe.yaml    what was asked for         checkpoints/        where a resumed run starts
 plan.json      what was decided           adapter/ or model/  the result
 events.jsonl   what happened              report.html         all of it to look at
+deepspeed.json what DeepSpeed was told (ZeRO only)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from fitune.errors import UserError
 from fitune.files import atomic_write, clean_leftovers, explained, file_error, parse_json, size_on_disk
+from fitune.parallel.zero_config import config_json
 from fitune.plan import Plan
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.train.events import END_STATUSES, is_being_written, read_events
@@ -25,7 +27,8 @@ from fitune.train.story import story
 
 RUNS = Path("runs")
 _WORK = ("start", "step", "eval", "checkpoint", "end")
-_OURS = ("recipe.yaml", "plan.json", "events.jsonl", "checkpoints", "adapter", "model", "report.html")
+_OURS = ("recipe.yaml", "plan.json", "events.jsonl", "checkpoints", "adapter", "model", "report.html",
+         "deepspeed.json")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, out: Path | None, model: str, recipe_yaml: str, plan_json: str, root: Path = RUNS
+        cls, out: Path | None, model: str, recipe_yaml: str, plan_json: str, root: Path = RUNS,
+        deepspeed_json: str | None = None,
     ) -> RunFolder:  # fmt: skip
         """Makes the folder with the recipe and the plan in it; by default `root/<YYYYmmdd-HHMMSS>-<short model name>`.
 
@@ -80,9 +84,11 @@ class RunFolder:
                 _refuse(path, name)
         written: list[Path] = []
         try:
-            for name, text in (("recipe.yaml", recipe_yaml), ("plan.json", plan_json)):
-                atomic_write(path / name, text)
-                written.append(path / name)
+            texts = {"recipe.yaml": recipe_yaml, "plan.json": plan_json, "deepspeed.json": deepspeed_json}
+            for name, text in texts.items():
+                if text is not None:
+                    atomic_write(path / name, text)
+                    written.append(path / name)
         except UserError:
             for file in written:
                 file.unlink(missing_ok=True)
@@ -132,6 +138,8 @@ class RunFolder:
         number = len(list(self.path.glob("plan.*.json"))) + 1
         if write:
             atomic_write(self.path / f"plan.{number}.json", plan.to_json())
+            if (text := config_json(plan)) is not None:
+                atomic_write(self.path / "deepspeed.json", text)
         return number
 
     @property

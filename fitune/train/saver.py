@@ -1,4 +1,8 @@
-"""Writes checkpoints behind the training's back: a copy in host RAM, one writer, the next save waits for it."""
+"""Writes checkpoints behind the training's back: a copy in host RAM, one writer, the next save waits for it.
+
+With several ranks each has a saver. State that is whole on the first rank is written by that one; where each has a
+share (`Parts`), all write, and meet in a group of their own, which the exchanges of the training do not disturb.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fitune.errors import UserError
 from fitune.hardware.host import memory
+from fitune.parallel.slices import Parts, Slice
+from fitune.parallel.world import Single
 from fitune.train import checkpoint
+from fitune.train.checkpoint import Tensors
 from fitune.train.oom import classify
 
 # The copy may take this share of the RAM that is free; else the state itself is written and training waits.
 COPY_SHARE = 0.25
-State = tuple[dict[str, torch.Tensor], dict[str, Any]]
+State = tuple[Tensors, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,16 @@ class Saver:
         folder: of the checkpoints.
         keep: how many of the newest stay.
         ram_bytes: most host memory that this process may use, where the person set a limit.
+        group: the ranks of the run. Only the first one's saver tells what has gone wrong, on any of them.
 
     Attributes:
         frugal: every one is written at once, without a copy in RAM.
     """
 
-    def __init__(self, folder: Path, keep: int, *, ram_bytes: int | None = None):
+    def __init__(self, folder: Path, keep: int, *, ram_bytes: int | None = None, group: Single | None = None):
         self.folder, self.keep, self.frugal, self.ram_bytes = folder, keep, False, ram_bytes
+        self._group = group or Single()
+        self._writers: Single | None = None  # the ranks' group for writing, made when it is needed first
         self._thread: threading.Thread | None = None
         self._done: queue.SimpleQueue[Saved | BaseException] = queue.SimpleQueue()
 
@@ -61,6 +69,10 @@ class Saver:
         started = time.perf_counter()
         finished = self.wait()
         tensors, values = state()
+        if isinstance(tensors, Parts):
+            self._writers = self._writers or self._group.apart()
+        elif not self._group.is_leader:
+            return finished
         copy = None if at_once or self.frugal else self._copy(tensors)
         if copy is None:
             self._write(step, tensors, values, started, None)
@@ -79,9 +91,10 @@ class Saver:
                 found = self._done.get_nowait()
             except queue.Empty:
                 return finished
-            if isinstance(found, BaseException):
+            if not isinstance(found, BaseException):
+                finished.append(found)
+            elif self._group.is_leader:
                 raise found
-            finished.append(found)
 
     def wait(self) -> list[Saved]:
         """As `poll`, after the writer has finished."""
@@ -90,13 +103,18 @@ class Saver:
             self._thread = None
         return self.poll()
 
-    def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    def _copy(self, tensors: Tensors) -> Tensors | None:
         """The tensors in memory of their own, or None where that would not leave enough for others."""
-        needed = sum(t.numel() * t.element_size() for t in tensors.values())
-        if needed > COPY_SHARE * self._free_bytes():
+        in_parts = isinstance(tensors, Parts)
+        share = COPY_SHARE / (self._group.local_size if in_parts else 1)
+        if checkpoint.num_bytes(tensors) > share * self._free_bytes():
             return None
         try:
-            return {name: tensor.clone() for name, tensor in tensors.items()}
+            copies = {
+                name: replace(tensor, part=tensor.part.clone()) if isinstance(tensor, Slice) else tensor.clone()
+                for name, tensor in tensors.items()
+            }
+            return Parts(copies) if in_parts else copies
         except (RuntimeError, MemoryError) as problem:
             if classify(problem) is None:
                 raise
@@ -114,13 +132,14 @@ class Saver:
     def _write(
         self,
         step: int,
-        tensors: dict[str, torch.Tensor],
+        tensors: Tensors,
         values: dict[str, Any],
         started: float,
         blocked_s: float | None,
     ) -> None:
         try:
-            path, num_bytes = checkpoint.save(self.folder, step, tensors, values, self.keep)
+            group = self._writers if isinstance(tensors, Parts) else None
+            path, num_bytes = checkpoint.save(self.folder, step, tensors, values, self.keep, group)
             seconds = time.perf_counter() - started
             self._done.put(Saved(step, path, num_bytes, seconds, seconds if blocked_s is None else blocked_s))
         except (UserError, OSError, RuntimeError, MemoryError) as problem:  # told by the next call of the owner

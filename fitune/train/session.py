@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fitune.model.source import ModelSource
     from fitune.parallel.world import Single
     from fitune.planner import PlanResult
+    from fitune.planner.layouts import Ranks
 
 
 @dataclass
@@ -101,11 +102,12 @@ def _check_vocabulary(source: ModelSource, data: DataSet) -> None:
         )
 
 
-def plan_session(session: Session, *, detailed: bool = True) -> PlanResult:
+def plan_session(session: Session, *, detailed: bool = True, ranks: Ranks | None = None) -> PlanResult:
     """The plan for this model and this data on this machine.
 
     Args:
         detailed: predict every phase of it too (see `fitune.planner.make_plan`).
+        ranks: the processes that share it; None: this one alone.
 
     Raises:
         UserError: a card this machine does not have was asked for, or settings that cannot run on the device.
@@ -118,7 +120,8 @@ def plan_session(session: Session, *, detailed: bool = True) -> PlanResult:
     recipe = session.recipe
     seq_len, _ = effective_seq_len(recipe, session.config)
     facts = facts_of(session.data.train, session.data.eval, recipe.batch, seq_len)
-    return make_plan(recipe, hardware.probe(), config=session.config, data=facts, detailed=detailed)
+    alone = recipe if ranks is not None else recipe.with_(nproc=1)
+    return make_plan(alone, hardware.probe(), config=session.config, data=facts, detailed=detailed, ranks=ranks)
 
 
 def require_fit(result: PlanResult) -> Plan:

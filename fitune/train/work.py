@@ -234,7 +234,7 @@ def _restore(active: Run, engine: Engine) -> None:
     """The state of the last whole checkpoint; without one the run begins at step 0 again."""
     active.saver.wait()
     active.group.barrier()
-    saved = checkpoint.load_latest(active.folder.checkpoints_path)
+    saved = checkpoint.load_latest(active.folder.checkpoints_path, group=active.group)
     active.step, active.saved_step = 0, None
     if saved is not None:
         if saved.values.get("data") not in (None, active.fingerprint):
@@ -243,8 +243,8 @@ def _restore(active: Run, engine: Engine) -> None:
                 "the tokens of the training records differ from those the run was started with",
                 "put the data file (and the model's tokenizer) back as it was, or start a new run",
             )
-        rng = {n.removeprefix("rng|"): t for n, t in saved.tensors.items() if n.startswith("rng|")}
-        engine.load_state({n: t for n, t in saved.tensors.items() if not n.startswith("rng|")}, saved.values)
+        engine.load_state(saved.tensors, saved.values)
+        rng = {n.removeprefix("rng|"): saved.tensors[n] for n in saved.tensors if n.startswith("rng|")}
         set_generators(engine.built.device, rng)
         active.step = active.saved_step = saved.step
     dropped = active.log.rewind(active.step)
@@ -374,8 +374,9 @@ def save(active: Run, engine: Engine, meter: Meter, *, at_once: bool = False) ->
 
 def _state(active: Run, engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors, values = engine.state()
-    tensors |= {f"rng|{name}": state for name, state in generators(engine.built.device).items()}
-    active.pulse.expect_write(sum(t.numel() * t.element_size() for t in tensors.values()))
+    if active.group.is_leader:
+        tensors |= {f"rng|{name}": state for name, state in generators(engine.built.device).items()}
+    active.pulse.expect_write(checkpoint.num_bytes(tensors))
     template = active.session.data.template
     date = template.date.isoformat() if template is not None and template.date is not None else None
     return tensors, values | {"data": active.fingerprint, "date": date}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,9 @@ JOBS: list[dict[str, Any]] = [
     dict(gpu="a100", seq_len=8192, method="qlora"),
     dict(gpu="h100", method="full"),
     dict(gpu="rtx3080", method="lora", micro_batch=4, vram=0.87),
+    dict(gpu="rtx3080", vram=0.8, method="lora"),
+    dict(gpu="rtx3080", vram=0.76, method="lora"),
+    dict(gpu="rtx3080", vram=0.8, method="lora", effort="simple"),
     dict(gpu="rtx3080", vram=99, ram=64),
     dict(gpu="rtx3080:2"),
     dict(devices="cpu"),
@@ -50,6 +55,61 @@ def test_every_sentence_is_translated(plans):
         said += [*result["notes"], *(offer["change"] for offer in result["nearest_fits"])]
         missing |= {text for text in said if not is_chinese(translated(text, "zh"))}
     assert not missing, "no Chinese in fitune/cli/sentences.py for:\n" + "\n".join(sorted(missing))
+
+
+# Where sentences are made that a plan shows: reasons, notes, offers, ways of several GPUs.
+FITUNE = Path(render.__file__).parents[1]
+SPEAKING = (
+    "planner/explain.py", "planner/layouts.py", "planner/sharing.py", "planner/finish.py", "planner/nofit.py",
+    "planner/target.py", "planner/positions.py", "planner/lengths.py", "planner/advise.py", "planner/context.py",
+    "speed/links.py", "memory/host.py", "memory/constants.py", "hardware/nvidia.py",
+)  # fmt: skip
+# Parts of sentences that stand in the table as a whole, and words that no plan shows.
+PARTS = re.compile(
+    r" with double .*|\? needs at least \? on each card, \? of |\? may be used|a card with more memory: \? \(\?\)|"
+    r"\? of the available RAM|all of a \?|what is free on \?| \(\? are used by other processes\)|"
+    r"--ram \? changes nothing: \? are \?| \(an NVLink bridge.*|PCIe through host memory|two cuBLAS workspaces.*|"
+    r"masters and state|paged optimizer state"
+)
+
+
+def sentences_of(source: str) -> set[str]:
+    """Texts of three words and more that are neither documentation nor an error's, with a `?` in every gap."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    hidden = [n for n in nodes if isinstance(n, ast.Raise)]
+    hidden += [n.value for n in nodes if isinstance(n, ast.Expr) and not isinstance(n.value, ast.Call)]
+    left_out = {id(inner) for node in hidden for inner in ast.walk(node)}
+    left_out |= {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in ast.walk(n) if v is not n}
+    found = set()
+    for node in nodes:
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(v.value) if isinstance(v, ast.Constant) else "?" for v in node.values)
+        else:
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if re.search(r"[a-z]+,? [a-z]+,? [a-z]+", text, re.IGNORECASE) and not PARTS.fullmatch(text):
+            found.add(text)
+    return found
+
+
+@pytest.mark.parametrize("file", SPEAKING)
+def test_every_sentence_in_the_source_is_translated(file):
+    said = sentences_of((FITUNE / file).read_text(encoding="utf-8"))
+    missing = {text for text in said if not is_chinese(translated(text.replace("?", "7"), "zh"))}
+    assert not missing, "no Chinese in fitune/cli/sentences.py for:\n" + "\n".join(sorted(missing))
+
+
+def test_a_new_sentence_would_be_missed():
+    source = 'def f(n):\n    "What it says."\n    return Reason("x", "y", f"nobody has seen {n} of these")\n'
+    assert sentences_of(source) == {"nobody has seen ? of these"}
+
+
+def test_streaming_in_all_its_forms_is_among_the_plans(plans):
+    decided = {(r["decision"], str(r["value"]).split()[0]) for result in plans for r in result["reasons"]}
+    assert {decision for decision, _ in decided} >= {"streaming", "layer inputs", "micro-batch", "optimizer"}, decided
+    assert ("streaming", "off") in decided
 
 
 def test_light_optimizers_are_translated():

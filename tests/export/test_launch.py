@@ -18,6 +18,7 @@ import yaml
 from fitune.errors import UserError
 from fitune.export.launch import write_launch
 from tests.conftest import ROOT
+from tests.parallel.runs import train
 from tests.train.tiny_run import make_base, of_kind, questions, steps_done, write_rows
 
 
@@ -57,12 +58,15 @@ def test_the_command(fitune_command: Any, tmp_path: Path):
 
 @pytest.mark.long
 def test_two_machines_one_of_them_lost(tmp_path: Path):
-    """Two launch groups of one process on this machine by launch.sh; one is killed in mid-run and started again."""
+    """Two launch groups of one process on this machine by launch.sh, each of which writes its part of a checkpoint; one
+    is killed in mid-run and started again, and the run ends as that of one process does."""
     run = tmp_path / "run"
     base = make_base(tmp_path / "base", num_hidden_layers=2)
     data = write_rows(tmp_path / "data.jsonl", questions(24))
-    values = dict(model=str(base), data=str(data), seq_len=128, batch=4, steps=400, save_every=5, devices="cpu",
+    values = dict(model=str(base), data=str(data), seq_len=128, batch=4, steps=200, save_every=5, devices="cpu",
                   precision="fp32", eval_share=0, out=str(run))  # fmt: skip
+    assert train(1, values | dict(out=str(tmp_path / "one")))[0][0] == "done"
+    values |= dict(parallel="fsdp2")
     script = write_launch(recipe(tmp_path, **values), tmp_path / "launch", nodes=2, gpus=1, gpu_name="none")[0]
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.parent.mkdir()
@@ -93,13 +97,19 @@ def test_two_machines_one_of_them_lost(tmp_path: Path):
         second = machine("again")
         wait(lambda: len(of_kind(run, "start")) >= 2, 180)
         wait(lambda: steps_done(run) >= before + 20, 120)
+        parts = sorted(path.name for path in (run / "checkpoints").glob("step-*/parameters-*"))
+        assert {name[:26] for name in parts} == {"parameters-00001-of-00002.", "parameters-00002-of-00002."}
+        wait(lambda: any(e["status"] == "done" for e in of_kind(run, "end")), 240)
     finally:
         for process in (first, second):
             _kill_all(process)
     starts = of_kind(run, "start")
     assert starts[-1]["resumed_from"] > 0 and starts[-1]["resumed_from"] % 5 == 0
     steps = [e["step"] for e in of_kind(run, "step")]
-    assert steps == list(range(1, len(steps) + 1)), "one history"
+    assert steps == list(range(1, 201)), "one history"
+    ours, theirs = ([e["loss"] for e in of_kind(path, "step")] for path in (run, tmp_path / "one"))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
 
 
 def _answers(port: int) -> bool:

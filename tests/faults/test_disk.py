@@ -12,7 +12,7 @@ from fitune import files
 from fitune import recipe as recipes
 from fitune.cli.main import main
 from fitune.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError
-from fitune.train import checkpoint, events, run
+from fitune.train import checkpoint, events, run, tensor_files
 from tests.train.tiny_run import of_kind, questions, result_bytes, write_rows
 
 STEPS = 4
@@ -102,14 +102,14 @@ def test_a_disk_that_is_full_at_any_write(number: int, values, tmp_path: Path, m
         real(descriptor, data)
 
     with monkeypatch.context() as patched:
-        for module in (files, checkpoint, events):
+        for module in (files, checkpoint, tensor_files, events):
             patched.setattr(module, "write_out", full)
         with pytest.raises(UserError) as caught:
             run(recipes.build(values))
     assert caught.value.exit_code == EXIT_FAILED and "the disk is full" in caught.value.why
     folder = tmp_path / "run"
     for step in checkpoint.steps(folder / "checkpoints"):
-        checkpoint._read(folder / "checkpoints" / f"step-{step:08d}", True)
+        assert checkpoint.trained(folder / "checkpoints", step)
     if not (folder / "plan.json").exists():
         assert not folder.exists() or list(folder.iterdir()) == []
         return

@@ -55,7 +55,7 @@ def test_what_the_driver_counted_lies_in_the_interval(record):
 def test_what_was_predicted_before_the_runs_lies_within_the_error():
     """Of runs without a cap: their predictions as they stand in the records."""
     records = [r for r in json.loads(MATRIX.read_text(encoding="utf-8")) if not r["cap_bytes"]]
-    assert len(records) == 67
+    assert len(records) >= 120
     for record in records:
         for name in PHASES:
             was, said = (record[side]["phases"][name]["device_bytes"] for side in ("measured", "predicted"))

@@ -50,8 +50,10 @@ def test_what_was_measured_is_what_the_record_holds():
 
 def test_every_run_of_the_matrix_lies_within_too():
     hopper = overheads("cuda", (9, 0)).context
-    records = [r for r in json.loads(MATRIX.read_text(encoding="utf-8")) if r["measured"].get("peak_reserved_bytes")]
-    assert len(records) > 60
+    """Where nothing was given back to the driver in between, so that both figures are of one moment."""
+    runs = [r for r in json.loads(MATRIX.read_text(encoding="utf-8")) if r["measured"].get("peak_reserved_bytes")]
+    records = [record for record in runs if record["measured"]["num_alloc_retries"] == 0]
+    assert len(records) > 120
     for record in records:
         outside = record["measured"]["device_bytes"] - record["measured"]["peak_reserved_bytes"]
         assert hopper.low_bytes <= outside <= hopper.high_bytes, record["name"]
@@ -61,7 +63,10 @@ def test_cublas_workspaces_are_torchs_defaults():
     """:4096:2:16:8 KiB for two threads before Hopper, 32 MiB for two from Hopper on."""
     assert overheads("cuda", (8, 6)).workspace_bytes == 2 * (2 * 4096 + 8 * 16) * 1024
     assert overheads("cuda", (9, 0)).workspace_bytes == overheads("cuda", (12, 0)).workspace_bytes == 64 * MIB
-    assert overheads("cuda", (8, 6)).workspace.basis == overheads("cuda", (9, 0)).workspace.basis == "documented"
+    assert overheads("cuda", (8, 6)).workspace.basis == "documented"
+    measured = json.loads((RESULTS / "calibration-h200-2026-11-30.json").read_text(encoding="utf-8"))["memory"]
+    hopper = overheads("cuda", (9, 0)).workspace
+    assert hopper.low_bytes <= measured["workspace_bytes"] <= hopper.high_bytes
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,15 @@ def test_4bit_is_what_bitsandbytes_gives(format, double_quant, shape):
         assert torch.equal(unpack(packed, dtype), bnb.dequantize_4bit(codes, state).view(shape)), dtype
 
 
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_a_weight_packed_in_pieces_is_packed_as_a_whole(double_quant, monkeypatch):
+    weight = torch.randn(37, 65)
+    whole = pack(weight, "nf4", double_quant)
+    monkeypatch.setattr("fitune.model.formats._CPU_ELEMENTS", 128)
+    parts = pack(weight, "nf4", double_quant)
+    assert all(torch.equal(parts.tensors[key], tensor) for key, tensor in whole.tensors.items())
+
+
 def test_unpacking_twice_gives_the_same():
     """The doubly quantised scales are added to in place; that must be a temporary."""
     packed = pack(normal((300, 64)), "nf4", True)

@@ -403,12 +403,6 @@ def test_by_name_for_a_card_of_the_catalog():
     assert result.notes[0].startswith("assumed: 1 x GeForce RTX 3080 10GB"), "assumptions come first"
 
 
-def test_several_cards_are_said_to_be_planned_as_one():
-    result = make_plan(recipe(gpu="rtx3090:2"), config=config())
-    assert "this version plans for one GPU of those named" in result.notes
-    assert result.plan.budget_bytes < 25 * GIB
-
-
 @pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("on_card", [False, True])
 def test_budget_for_is_the_inverse_of_the_limit(replays, on_card):

@@ -22,7 +22,17 @@ PLACES = {
     "both": dict(stream_from="pinned", resident_layers=2, offload_inputs=True),
     "layer by layer": dict(stream_from="pinned", resident_layers=0, accumulation_order="layer-major"),
     "all of it": dict(stream_from="disk", resident_layers=0, accumulation_order="layer-major", offload_inputs=True),
-}
+    "tiles": dict(mlp_tiles=4, offload_inputs=True),
+    "head": dict(head_place="host", stream_from="pinned", resident_layers=2),
+    "head, layer by layer": dict(
+        head_place="host", stream_from="pinned", resident_layers=0, offload_inputs=True,
+        accumulation_order="layer-major"),
+    "masters": dict(optimizer_place="host"),
+    "masters, head, inputs": dict(
+        optimizer_place="host", head_place="host", stream_from="pinned", resident_layers=0, offload_inputs=True),
+    "masters, layer by layer": dict(
+        optimizer_place="host", stream_from="pinned", resident_layers=0, accumulation_order="layer-major"),
+}  # fmt: skip
 
 
 def context_of(conf):
@@ -55,10 +65,14 @@ def test_the_sum_is_the_engines_step(place, base_format):
                          loss_chunk=CHUNK, recompute_layers=recompute, **place)  # fmt: skip
         whole = WholeModel(conf, plan)
         real = whole.weight_bytes(CHUNK) + peak_of_step(whole, recompute, micro_batches)
+        if plan.optimizer_place == "host":
+            real -= whole.gradient_bytes()  # masters, on meta here
         terms = placement.terms_of(context_of(conf), plan, plan.batch)(ROWS, COLUMNS, CHUNK)
         accumulates = micro_batches > 1 and plan.accumulation_order != "layer-major"
         error = peaks(terms, recompute, accumulates).first_step / real - 1
-        assert -0.005 <= error <= 0.01, (recompute, micro_batches, f"{error:+.2%}")
+        # of inputs and a head in host memory the sum takes up to three inputs too many for there
+        most = 0.04 if plan.offload_inputs and plan.head_place == "host" else 0.01
+        assert -0.005 <= error <= most, (recompute, micro_batches, f"{error:+.2%}")
         script = placement.script_of(context_of(conf), plan)
         events = script.step_events(ROWS, COLUMNS, CHUNK, recompute_layers=recompute, accumulates=micro_batches > 1,
                                     first_step=True)  # fmt: skip

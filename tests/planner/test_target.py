@@ -39,11 +39,10 @@ def test_a_card_is_taken_before_the_processor():
 
 
 def test_of_several_cards_the_one_with_the_most_free_memory():
-    target = choose_target(recipe(), TWO)
+    target = choose_target(recipe(parallel="none"), TWO)
     assert (target.name, target.index) == ("First", 0)
-    assert target.notes == (
-        "2 GPUs are there; this version trains on one of them (GPU 0, which has the most free memory)",
-    )
+    assert target.notes == ("2 GPUs are there; one of them is used (GPU 0, which has the most free memory)",)
+    assert choose_target(recipe(), TWO).notes == (), "all of them are used: `planner.layouts` says how"
     busy = machine(card(index=0, free_bytes=GIB), card(8 * GIB, index=1, name="Second"))
     target = choose_target(recipe(), busy)
     assert (target.name, target.index, target.budget_bytes) == ("Second", 1, 8 * GIB)

@@ -34,12 +34,15 @@ PROTOTYPES = {
 
 @pytest.mark.parametrize("name", PROTOTYPES)
 def test_prototypes_on_an_h200(name):
-    """Within 20 %, and within 15 % from 4,096 tokens a step on."""
+    """Within 15 % from 4,096 tokens a step on. Smaller steps hang on host and Python, where the prototypes are other
+    code: inside the interval."""
     asked, measured = PROTOTYPES[name]
     found = predict(asked, decoder(asked.model))
     assert found.basis == "measured"
-    allowed = 0.15 if found.tokens >= 4096 else 0.20
-    assert abs(found.tokens_per_s / measured - 1) <= allowed
+    if found.tokens >= 4096:
+        assert abs(found.tokens_per_s / measured - 1) <= 0.15
+    else:
+        assert found.tokens / found.high_s <= measured <= found.tokens / found.low_s
 
 
 def test_parts_add_up_and_the_interval_holds_the_time():
@@ -74,12 +77,13 @@ def test_what_binds():
 
 @pytest.mark.parametrize(("base_format", "bytes_each"), [("nf4", 0.516), ("bf16", 2.0)])
 def test_streaming_hides_behind_compute_above_t_star(base_format, bytes_each):
-    """T* = bytes per parameter x FLOP/s / (2 x link bytes/s) tokens per pass, here of what a 3090 reaches."""
+    """T* = bytes per parameter x FLOP/s / (2 x link bytes/s) tokens per pass, here of what a 3090 reaches. (Of 70B: its
+    layers are large beside what their launches cost.)"""
     card = card_rates("cuda", "rtx3090")
     t_star = bytes_each * card.flops["bf16"] / (2 * card.link_bytes_per_s)
-    asked = plan(1, base_format=base_format, **STREAMED)
-    few = predict(asked.with_(seq_len=int(t_star / 4)), decoder(), "rtx3090")
-    many = predict(asked.with_(seq_len=int(t_star * 1.5)), decoder(), "rtx3090")
+    asked = plan(1, 2048, "meta-llama/Llama-3.1-70B", base_format=base_format, **STREAMED)
+    few = predict(asked.with_(seq_len=int(t_star / 4)), decoder(asked.model), "rtx3090")
+    many = predict(asked.with_(seq_len=int(t_star * 1.5)), decoder(asked.model), "rtx3090")
     assert few.parts["stall"] > 0.05 * few.step_s
     assert many.parts["stall"] == 0
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fitune import files
 from fitune.errors import UserError
-from fitune.train import checkpoint
+from fitune.train import checkpoint, tensor_files
 from fitune.train.saver import Saver
 
 TENSORS = {
@@ -106,7 +106,7 @@ class FullDisk:
             self.written += size
             real(descriptor, data)
 
-        for module in (files, checkpoint):
+        for module in (files, checkpoint, tensor_files):
             monkeypatch.setattr(module, "write_out", write_out)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fitune.cli.options import SettingsCommand, given, settings_options
-from fitune.cli.output import console, json_option, print_json
+from fitune.cli.output import console, json_option, lang_option, print_json
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, UserError
 from fitune.units import format_bytes
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fitune.hardware import Machine
 
 # Settings that change nothing in which card does a job: where a run writes, and what this machine has.
-NOT_ASKED = ("log_to", "out", "save_every", "eval_every", "keep_checkpoints", "on_nan", "gpu", "devices", "nproc",
-             "parallel", "vram")  # fmt: skip
+NOT_ASKED = ("log_to", "out", "save_every", "eval_every", "keep_checkpoints", "on_nan", "lang", "gpu", "devices",
+             "nproc", "parallel", "vram")  # fmt: skip
 _COUNT = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmb]?)", re.IGNORECASE)
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
@@ -32,7 +32,7 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
               help="Your own price table (CSV) instead of fitune's.")  # fmt: skip
 @click.option("--among", metavar="NAMES", help="Only these GPUs: 3090,4090,h100.")
 @click.option("--top", type=int, default=None, metavar="N", help="How many choices to show (default 10).")
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the text.")
+@lang_option
 @json_option
 @settings_options(leave_out=NOT_ASKED)
 def command(

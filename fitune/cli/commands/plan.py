@@ -13,7 +13,7 @@ from fitune.cli.plan_extras import answer, extra_options, show
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_DONE
 
 # Settings that change nothing in a plan: where a run writes, and how often.
-NOT_PLANNED = ("log_to", "out", "save_every", "eval_every", "keep_checkpoints", "on_nan")
+NOT_PLANNED = ("log_to", "out", "save_every", "eval_every", "keep_checkpoints", "on_nan", "lang")
 
 
 @click.command("plan", cls=SettingsCommand)

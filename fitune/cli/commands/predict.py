@@ -9,12 +9,12 @@ import click
 
 from fitune.cli import api
 from fitune.cli.options import SettingsCommand, given, settings_options
-from fitune.cli.output import console, json_option, print_json
+from fitune.cli.output import console, json_option, lang_option, print_json
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_DONE
 
 # Settings that change nothing in a prediction: where a run writes, and how often. (How often it evaluates: whether
 # another tool does so at all.)
-NOT_PREDICTED = ("log_to", "out", "save_every", "on_nan")
+NOT_PREDICTED = ("log_to", "out", "save_every", "on_nan", "lang")
 
 
 @click.command("predict", cls=SettingsCommand)
@@ -22,7 +22,7 @@ NOT_PREDICTED = ("log_to", "out", "save_every", "on_nan")
 @click.option(
     "--stack", metavar="NAME", help="Predict another tool with the same settings: hf-trainer, trl, unsloth, ..."
 )
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of headings.")
+@lang_option
 @click.option("--chart", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Also draw phases and step: a file that ends in .svg or .png.")  # fmt: skip
 @json_option

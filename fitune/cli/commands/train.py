@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -17,7 +17,6 @@ from fitune.cli.output import close_quietly, console, is_closed_output, json_opt
 @click.command("train", cls=SettingsCommand)
 @click.argument("model", required=False)
 @click.option("--resume", metavar="RUN", help="Continue this run from its last checkpoint, exactly.")
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="The report's language.")
 @click.option(
     "--supervise/--no-supervise",
     default=True,
@@ -28,8 +27,8 @@ from fitune.cli.output import close_quietly, console, is_closed_output, json_opt
 @settings_options()
 @click.pass_obj
 def command(
-    started: list[str] | None, model: str | None, resume: str | None, lang: Literal["en", "zh"], supervise: bool,
-    as_json: bool, **settings: Any,
+    started: list[str] | None, model: str | None, resume: str | None, supervise: bool, as_json: bool,
+    **settings: Any,
 ) -> int:  # fmt: skip
     """Plan, then fine-tune; --resume continues a run.
 
@@ -43,7 +42,7 @@ def command(
     link = supervision.link()
     if started is not None and worlds.from_environment() is None and supervision.is_possible():
         if supervise and link is None:
-            return _supervised(started, lang, as_json)
+            return _supervised(started, as_json)
         size = launch.wanted(model, resume, given(settings))
         if size > 1:
             return launch.run([*_program(started), *started], size, link)
@@ -57,7 +56,7 @@ def command(
             display.on_event(event)
 
         supervised = link is not None and link.is_supervised
-        result = api.train(model, resume=resume, on_event=on_event, lang=lang, supervised=supervised, **given(settings))
+        result = api.train(model, resume=resume, on_event=on_event, supervised=supervised, **given(settings))
     try:
         if as_json:
             print_json(result)
@@ -70,14 +69,14 @@ def command(
     return int(result["exit_code"])
 
 
-def _supervised(started: list[str], lang: str, as_json: bool) -> int:
+def _supervised(started: list[str], as_json: bool) -> int:
     """This very command again in a process of its own, and after it died one that resumes the run."""
     from fitune.train.supervise import Supervisor
 
     program = _program(started)
 
     def again(folder: Path) -> list[str]:
-        return [*program, "train", "--resume", str(folder), "--lang", lang, *(["--json"] if as_json else [])]
+        return [*program, "train", "--resume", str(folder), *(["--json"] if as_json else [])]
 
     def tell(text: str) -> None:
         with contextlib.suppress(OSError):

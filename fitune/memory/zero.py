@@ -1,0 +1,123 @@
+"""What one rank holds under DeepSpeed's ZeRO, in closed forms. Plain Python; the shares are bytes.
+
+With P trained elements, N ranks, c bytes per element that the layers compute with (2, or 4 in fp32) and F bytes of frozen
+weights (sources: https://arxiv.org/abs/1910.02054, section 5; `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and
+`deepspeed/runtime/bf16_optimizer.py` of 0.19.8; `fitune.parallel.zero_config` for the buckets):
+
+| what | zero1 | zero2 | zero3 |
+| --- | --- | --- | --- |
+| weights | c P + F | c P + F | (c P + F) / N |
+| fp32 masters | 4 P / N | 4 P / N | 4 P / N |
+| optimizer state | s / N | s / N | s / N |
+| gradients, fp32 | 4 P, and 2 P in 16 bit | 4 P / N | 4 P / N |
+| their flat copy in the update | 4 P / N | 4 P / N | 4 P / N |
+| bucket of gradients | 32 MiB (zero2 in 16 bit: half) | | 32 MiB |
+| gathered weights | - | - | one unit and c times 32 Mi elements ahead of it |
+
+DeepSpeed keeps a master beside each fp32 weight too. Left out: parts are rounded up (to 2 N elements in all, for stage
+3 to N elements per tensor), the rest of a gradient that ends in another rank's part (stage 2 keeps it whole), a gradient
+larger than the bucket (which is exchanged by itself), and NCCL. Held to the
+tensors of 2 and 4 real ranks by a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fitune.parallel.zero_config import PREFETCH, REDUCE_BUCKET, low_precision, stage_of
+from fitune.plan import Plan
+
+_FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class ZeroBytes:
+    """Bytes of one rank, on its device.
+
+    Attributes:
+        weights: or its parts of them, between steps.
+        masters: fp32, of its part of what is trained.
+        state: the optimizer's, from the first update on.
+        gradients: when the last backward pass is over.
+        copied: gradients in one flat tensor, while they are applied.
+        bucket: while gradients are exchanged.
+        gathered: weights put together for their use, at most.
+        lasting: of gradients and bucket what is there between steps too.
+        host: of all of these what is in host memory (or on a disk) and not on the device; not in the others.
+    """
+
+    weights: int
+    masters: int
+    state: int
+    gradients: int
+    copied: int
+    bucket: int
+    gathered: int
+    lasting: int
+    host: int
+
+    @property
+    def held(self) -> int:
+        """Between steps, after the first."""
+        return self.weights + self.masters + self.state + self.lasting
+
+    @property
+    def backward(self) -> int:
+        """At the end of a step's backward passes, without activations."""
+        return self.weights + self.masters + self.state + self.gradients + self.bucket + self.gathered
+
+    @property
+    def update(self) -> int:
+        """In the update; a bucket that is let go before it is not there."""
+        return self.held - self.lasting + self.gradients + self.copied + (self.bucket if self.lasting else 0)
+
+
+def zero_bytes(plan: Plan, *, trained: int, frozen_bytes: int, state_bytes: int, unit: int) -> ZeroBytes:
+    """The shares of one of `plan.world_size` ranks (`plan.parallel`: zero1, zero2 or zero3).
+
+    Args:
+        trained: elements.
+        frozen_bytes: of weights on the device that are not trained.
+        state_bytes: of the optimizer on one GPU.
+        unit: elements that are gathered together, of the largest layer (or of the model's ends).
+    """
+    stage, half, ranks = stage_of(plan), low_precision(plan) is not None, plan.world_size
+    assert stage is not None, f"no ZeRO in {plan.parallel}"
+    width = 2 if half else _FP32
+    part = -(-trained // ranks)
+    weights = width * trained + frozen_bytes
+    gradients = _FP32 * trained + (2 * trained if half else 0) if stage == 1 else _FP32 * part
+    bucket = REDUCE_BUCKET * (2 if half and stage == 2 else _FP32)
+    found = ZeroBytes(
+        weights=-(-weights // ranks) if stage == 3 else weights,
+        masters=_FP32 * part,
+        state=-(-state_bytes // ranks),
+        gradients=gradients,
+        copied=_FP32 * part,
+        bucket=bucket,
+        gathered=width * (unit + min(unit, PREFETCH)) if stage == 3 else 0,
+        lasting=gradients + bucket if stage == 3 else _FP32 * trained if stage == 1 and _has_buffers(plan) else 0,
+        host=0,
+    )
+    return _offloaded(found, plan)
+
+
+def _has_buffers(plan: Plan) -> bool:
+    """Stage 1 in bf16 is another optimizer of DeepSpeed's, which keeps the gradients' fp32 buffers."""
+    return low_precision(plan) == "bf16" and plan.offload_optimizer == "none"
+
+
+def _offloaded(found: ZeroBytes, plan: Plan) -> ZeroBytes:
+    """With the optimizer its masters, state and gradients' sums leave the device; with parameters their parts do."""
+    moved: dict[str, int] = {}
+    if plan.offload_optimizer != "none":
+        moved |= dict(masters=found.masters, state=found.state, copied=found.copied)
+        if plan.parallel != "zero1":
+            moved["gradients"] = found.gradients
+    if plan.offload_params != "none":
+        moved["weights"] = found.weights
+    values = {name: 0 if name in moved else value for name, value in vars(found).items()}
+    if "gradients" in moved and plan.parallel == "zero3":
+        values["lasting"] = found.bucket
+    copied = moved.pop("copied", 0)  # the gradients themselves, on the host
+    return ZeroBytes(**(values | dict(host=sum(moved.values()) + (copied if plan.parallel == "zero1" else 0))))

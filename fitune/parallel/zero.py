@@ -1,0 +1,322 @@
+"""DeepSpeed's ZeRO (https://arxiv.org/abs/1910.02054): optimizer state (stage 1), gradients (2) and parameters (3) in
+parts, one for each rank.
+
+DeepSpeed shards, exchanges gradients, clips and updates. What makes a run fitune's own stays here: the loss is weighted
+by the whole step's target tokens (DeepSpeed takes the mean over ranks, so it is multiplied by their number), steps of
+accumulation are told to DeepSpeed one by one, the learning rate and the loss scale are set before each use, and an
+update whose gradients are not finite is dropped by DeepSpeed and told of by fitune. A rank that has no rows in a pass
+makes it with a row that counts nothing, since all ranks exchange the same things in the same order.
+
+Checkpoints hold whole tensors by name, read and written through `deepspeed.utils`' access to fp32 masters and optimizer
+state, one tensor after the other, kept in the first rank's host memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fitune.engine.batch import HostBatch, to_device
+from fitune.engine.engine import Engine, StepResult, _counts, _finite
+from fitune.engine.optimizers import _BNB_TABLES, Masters, build_optimizer
+from fitune.engine.ranks import Alone
+from fitune.engine.step import Observer, ignore
+from fitune.errors import EXIT_FAILED, NotFinite, UserError
+from fitune.model.build import Built
+from fitune.model.loss import IGNORED
+from fitune.parallel.exchange import all_reduce
+from fitune.parallel.group import Group
+from fitune.parallel.zero_config import config_of, stage_of
+from fitune.parallel.zero_library import card_of_this_rank, load_deepspeed
+from fitune.parallel.zero_model import Work
+from fitune.plan import Plan
+
+
+class ZeroMasters(Masters):
+    """DeepSpeed holds them: this rank's parts, in flat tensors."""
+
+    def __init__(self, parts: list[torch.Tensor]):
+        self.pairs = {}
+        self._parts = parts
+
+    def parameters(self) -> list[Any]:
+        return self._parts
+
+
+class Ranks(Alone):
+    """The engine's view of the other ranks: every pass is made by all of them."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.is_exchanging = False
+
+    def totals(self, num_tokens: int, num_targets: int, num_passes: int) -> tuple[int, int, int]:
+        told = self.group.gather((num_tokens, num_targets, num_passes))
+        return sum(t for t, _, _ in told), sum(t for _, t, _ in told), max(passes for _, _, passes in told)
+
+    def evaluations(self, num_passes: int) -> int:
+        return int(self.group.largest([num_passes])[0])
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Inside, DeepSpeed's hooks make ranks meet: one that leaves with an error has left the others waiting."""
+        self.is_exchanging = True
+        yield
+        self.is_exchanging = False
+
+    def drain(self) -> None:
+        """Nothing to take part in, or no way to: then the processes have to be started again.
+
+        Raises:
+            RuntimeError: the others wait in an exchange that cannot be caught up with.
+        """
+        if self.is_exchanging:
+            raise RuntimeError("a step that DeepSpeed has begun cannot be given up by one rank")
+
+
+class ZeroEngine(Engine):
+    """An engine whose state DeepSpeed holds in parts."""
+
+    def __init__(self, built: Built, plan: Plan, group: Group):
+        self.group, self.stage = group, stage_of(plan)
+        self.zero: Any = None
+        super().__init__(built, plan, Ranks(group))
+
+    def _masters_and_optimizer(self, trainable: dict[str, Any]) -> tuple[Masters, torch.optim.Optimizer]:
+        plan, built = self.plan, self.built
+        deepspeed = load_deepspeed(self.built.device.type)
+        work = Work(self.driver, sharded=self.stage == 3, trains_embedding=self._trains_embedding())
+        starts = {}
+        if plan.method == "lora" and self.stage == 3:  # adapters are in the base's format, their masters are not
+            for name, p in trainable.items():
+                starts[name] = p.detach().cpu()
+                p.data = p.data.to(built.compute_dtype, copy=True)
+        self.parameters = dict(trainable)
+        self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in trainable.items()}
+        inner = build_optimizer(plan.optimizer, list(trainable.values()), lr=plan.lr, weight_decay=plan.weight_decay)
+        with card_of_this_rank(built.device):
+            self.zero, optimizer, _, _ = deepspeed.initialize(
+                model=work, optimizer=inner, config=config_of(plan), dist_init_required=False
+            )
+        self.work = work
+        for name, start in starts.items():
+            self._set_master(name, start)
+        self._publish()
+        return ZeroMasters(_parts_of(optimizer)), optimizer
+
+    def _trains_embedding(self) -> bool:
+        return self._trains(self.built.model.get_input_embeddings())
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, host_batches: Sequence[HostBatch], *, step: int, lr: float, observe: Observer = ignore
+    ) -> StepResult:
+        """See `Engine.step`. DeepSpeed's part of it is all or nothing."""
+        started = time.perf_counter()
+        uses_dropout = self.plan.adapter is not None and self.plan.adapter.dropout > 0
+        seed = (self.plan.seed, step) if uses_dropout else None
+        num_tokens, num_targets, num_passes = self.ranks.totals(*_counts(host_batches), len(host_batches))
+        while True:
+            loss = self._passes(host_batches, num_passes, seed, num_targets, observe)
+            observe("optimizer", 0)
+            if not _finite(loss):
+                raise NotFinite(
+                    f"the loss is not finite at step {step + 1}", f"it is {loss}",
+                    "use a lower --lr, or --precision bf16 or fp32; look for broken records in the data", EXIT_FAILED,
+                )  # fmt: skip
+            self.updating = True
+            for group in self.zero.optimizer.param_groups:
+                group["lr"] = lr
+            self.zero.optimizer.clip_grad = self.plan.clip
+            self.zero.step()
+            self.updating = False
+            if self.zero.was_step_applied():
+                break
+            if not self.scaler.enabled:
+                raise NotFinite(f"the gradients are not finite at step {step + 1}", "their norm is not a number",
+                                "use a lower --lr, or --precision fp32", EXIT_FAILED)  # fmt: skip
+            self.scaler.shrink()
+        self.updates += 1
+        self.scaler.grew()
+        scale = self.scaler.scale if self.scaler.enabled else None
+        norm = float(self.zero.get_global_grad_norm())
+        return StepResult(loss, norm, num_tokens, num_targets, time.perf_counter() - started, scale, None)
+
+    def _passes(
+        self, host_batches: Sequence[HostBatch], num_passes: int, seed: tuple[int, int] | None, num_targets: int,
+        observe: Observer,
+    ) -> float:  # fmt: skip
+        """Forward and backward of every micro-batch; the step's loss. What an observer raises waits for the end."""
+        assert isinstance(self.ranks, Ranks)
+        failure: list[Exception] = []
+        weight = self.group.size / max(num_targets, 1)
+        loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
+        if self.scaler.enabled:
+            self.zero.optimizer.override_loss_scale(self.scaler.scale)
+        with self.ranks.exchanging():
+            for number in range(num_passes):
+                self._observed(failure, observe, "forward", number)
+                host = host_batches[number] if number < len(host_batches) else _nothing()
+                batch = to_device(host, self.built.device, dropout_seed=seed)
+                self.zero.set_gradient_accumulation_boundary(number == num_passes - 1)
+                weighted, part = self.zero(
+                    batch, self.plan.recompute_layers, self.plan.loss_chunk, self.scaler.scale, weight
+                )
+                loss += part
+                self._observed(failure, observe, "backward", number)
+                self.zero.backward(weighted, scale_wrt_gas=False)
+                del weighted
+            all_reduce(loss)
+        if failure:
+            raise failure[0]
+        return float(loss) / max(num_targets, 1)
+
+    def _observed(self, failure: list[Exception], observe: Observer, part: str, index: int) -> None:
+        if failure:
+            return
+        try:
+            observe(part, index)
+        except Exception as problem:  # noqa: BLE001 not silenced: raised when the passes are over
+            failure.append(problem.with_traceback(None))
+
+    def abandon(self) -> None:
+        """Drop the gradients of a step whose passes are over. (One that broke in the middle is not gone on from.)"""
+        optimizer = self.zero.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.averaged_gradients = {}
+        if hasattr(optimizer, "all_grad_tensors"):
+            optimizer.all_grad_tensors = {}
+
+    @torch.no_grad()
+    def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
+        total, count = 0.0, 0
+        passes = self.ranks.evaluations(len(host_batches)) if self.stage == 3 else len(host_batches)
+        assert isinstance(self.ranks, Ranks)
+        for number in range(passes):
+            host = host_batches[number] if number < len(host_batches) else _nothing()
+            batch = to_device(host, self.built.device, dropout_seed=None)
+            self.ranks.is_exchanging = self.stage == 3
+            loss = self.zero(batch, self.plan.recompute_layers, self.plan.loss_chunk, 1.0, 1.0)
+            self.ranks.is_exchanging = False
+            if number < len(host_batches):
+                total, count = total + loss.item(), count + batch.num_targets
+        return total, count
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """On the first rank, in host memory; the others take part and get nothing."""
+        return self._to_host(self._utils().safe_get_full_fp32_param)
+
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """On the first rank, in the formats of the model's own parameters, with the buffers that are saved."""
+        model = self.built.model
+        found = self._to_host(self._utils().safe_get_full_fp32_param, {n: p.dtype for n, p in self.parameters.items()})
+        own = model.state_dict()
+        return found | {name: own[name].cpu() for name, _ in model.named_buffers() if name in own}
+
+    def _utils(self) -> Any:
+        return load_deepspeed(self.built.device.type).utils
+
+    def _to_host(
+        self, read: Callable[[Any], torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """What all ranks read together of each trained parameter, by name, in the first rank's host memory."""
+        found = {}
+        for name, p in self.parameters.items():
+            tensor = read(p)
+            if self.group.is_leader:
+                found[name] = tensor.detach().to("cpu", (dtypes or {}).get(name, torch.float32), copy=True).contiguous()
+            del tensor
+        return found
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors = {f"parameter|{name}": tensor for name, tensor in self.trained_tensors().items()}
+        numbers: dict[str, Any] = {}
+        for key, value in self._state_of_part().items():
+            if isinstance(value, torch.Tensor) and value.numel() == self.masters.parameters()[0].numel():
+                read = lambda p, key=key: self._utils().safe_get_full_optimizer_state(p, key)  # noqa: E731
+                tensors |= {f"optimizer|{name}|{key}": tensor for name, tensor in self._to_host(read).items()}
+            elif isinstance(value, torch.Tensor):
+                if self.group.is_leader:
+                    tensors |= {f"optimizer|{name}|{key}": value.detach().cpu().clone() for name in self.names}
+            else:
+                numbers |= {f"{name}|{key}": value for name in self.names}
+        return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+
+    def _state_of_part(self) -> dict[str, Any]:
+        """The optimizer's state of this rank's first part; empty before the first update."""
+        state: dict[str, Any] = self._inner().state.get(self.masters.parameters()[0], {})
+        return {key: value for key, value in state.items() if key not in _BNB_TABLES}
+
+    def _inner(self) -> Any:
+        return self.zero.optimizer.optimizer
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
+        for name in self.parameters:
+            saved = tensors.get(f"parameter|{name}")
+            if saved is None or saved.shape != self.shapes[name]:
+                raise UserError(
+                    "the checkpoint does not fit this run",
+                    f"{name} is missing or has another shape",
+                    "resume with the settings the run was started with",
+                )
+            self._set_master(name, saved)
+        self._publish()
+        self._load_optimizer(tensors, values["optimizer"])
+        self.scaler.scale, self.scaler.good_steps = values["scale"], values["good_steps"]
+
+    def _set_master(self, name: str, tensor: torch.Tensor) -> None:
+        """This rank's part of a parameter's fp32 master, from the whole that every rank has."""
+        self._utils().safe_set_full_fp32_param(self.parameters[name], tensor.to(self.built.device, torch.float32))
+
+    def _publish(self) -> None:
+        """Round the masters into what the layers compute with."""
+        if self.stage == 3:
+            for number in range(len(self.zero.optimizer.fp16_groups)):
+                self.zero.optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        else:
+            self.zero.optimizer.update_lp_params()
+
+    def _load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        """State made anew on every part, then filled from whole tensors."""
+        first = self.names[0]
+        prefix = f"optimizer|{first}|"
+        keys = [full.removeprefix(prefix) for full in tensors if full.startswith(prefix)]
+        plain = {full.rpartition("|")[2]: value for full, value in numbers.items() if full.startswith(f"{first}|")}
+        if not keys and not plain:
+            return
+        whole = [key for key in keys if tensors[prefix + key].shape == self.shapes[first]]
+        for part in self.masters.parameters():
+            state: dict[str, Any] = {key: torch.zeros_like(part) for key in whole}
+            state |= {key: tensors[prefix + key].to(part.device, copy=True) for key in keys if key not in whole}
+            self._inner().state[part] = state | plain
+        if self.stage != 3:
+            self.zero.optimizer._lazy_init_hp_params_optimizer_state()
+        for key in whole:
+            for name, p in self.parameters.items():
+                value = tensors[f"optimizer|{name}|{key}"].to(self.built.device, torch.float32)
+                self._utils().safe_set_full_optimizer_state(p, value, key)
+
+
+def _parts_of(optimizer: Any) -> list[torch.Tensor]:
+    """This rank's flat fp32 parts of what is trained: of stage 3, of stages 1 and 2, of stage 1 with bf16."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    return next(list(getattr(optimizer, name)) for name in names if hasattr(optimizer, name))
+
+
+def _nothing() -> Any:
+    """A micro-batch of one row in which nothing counts."""
+    ids = np.zeros((1, 2), dtype=np.int64)
+    return SimpleNamespace(
+        input_ids=ids, targets=np.full_like(ids, IGNORED), position_ids=np.array([[0, 1]]), record_ids=ids,
+        doc_lengths=((2,),),
+    )  # fmt: skip

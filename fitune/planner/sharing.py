@@ -1,0 +1,181 @@
+"""How several GPUs share one step (`Plan.parallel`), as a search for a plan sees it: which ways there are, what each
+changes in a draft and in its terms, and which jobs it cannot do. Which way is taken is `planner.layouts`'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fitune.memory import layouts as memory_layouts
+from fitune.memory.layouts import DATA_PARALLEL, Ends
+from fitune.memory.policies import highest_peaks
+from fitune.memory.replay import StepTerms
+from fitune.parallel.world import SAME_RECORDS
+from fitune.plan import Plan
+from fitune.recipe import Recipe
+
+from fitune.speed.together import is_cut_by_outputs
+
+if TYPE_CHECKING:
+    from fitune.planner.context import PlanContext
+    from fitune.planner.ladder import TermsOf
+
+ZERO = ("zero1", "zero2", "zero3")
+ALL_RECORDS = ("none", *SAME_RECORDS)  # every rank works on all records of a step
+FLAT_OPTIMIZERS = ("adamw", "sgd", "lion")  # those whose state can be cut anywhere (fitune.parallel.sharded)
+PACKED = "DeepSpeed cannot shard packed weights"
+REPLAYED = ("none", "ddp", "streamed")  # a rank's step is that of one GPU, which is known event for event
+
+MEANING = {
+    "none": "one GPU alone",
+    "ddp": "every GPU holds the weights and works on its share of the records",
+    "streamed": "all GPUs of a machine stream the same copy of the weights from its RAM",
+    "fsdp2": "every GPU holds its part of each layer's weights; a layer is put together when it runs",
+    "zero1": "every GPU holds the weights and its part of the optimizer's state (DeepSpeed)",
+    "zero2": "every GPU holds the weights, and its part of the gradients and of the optimizer's state (DeepSpeed)",
+    "zero3": "every GPU holds its part of weights, gradients and optimizer's state (DeepSpeed)",
+    "tp": "every GPU holds a part of each layer's heads and widths, and works on all records",
+    "pp": "every GPU holds a range of the layers; micro-batches pass from one to the next",
+    "cp": "every GPU works on a slice of each row's tokens; only attention sees all of them",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way of `MEANING` on `size` GPUs. ddp and streamed are one way here: a draft of ddp streams where that is better,
+    unless the person named one of them.
+
+    Attributes:
+        names: of the cards, one for each rank.
+        per_node: ranks on one machine, which share its RAM.
+        batch: records of a whole step; a rank's drafts have its own share.
+    """
+
+    way: str = "none"
+    size: int = 1
+    names: tuple[str, ...] = ()
+    per_node: int = 1
+    batch: int | None = None
+
+    @property
+    def shares_records(self) -> bool:
+        return self.way in DATA_PARALLEL
+
+    def share(self, batch: int) -> int:
+        """The most records of a step that a rank has."""
+        return -(-batch // self.size) if self.shares_records else batch
+
+
+ALONE = Layout()
+
+
+def drafted(draft: Plan, layout: Layout, recipe: Recipe) -> Plan:
+    """A draft for one GPU as each of a layout's ranks has it."""
+    if layout.size == 1:
+        return draft
+    changes: dict[str, Any] = dict(parallel=layout.way, world_size=layout.size)
+    if layout.way == "fsdp2":
+        changes |= dict(stream_from="shards", resident_layers=0)
+    elif layout.way == "streamed":
+        pinned = "pinned" if draft.device == "cuda" else "pageable"
+        changes |= dict(stream_from=pinned, resident_layers=0) if draft.method == "lora" else {}
+    elif layout.way in ZERO:
+        changes |= dict(offload_optimizer=recipe.offload_optimizer, offload_params=recipe.offload_params,
+                        offload_folder=recipe.offload_folder)  # fmt: skip
+    return draft.with_(**changes)
+
+
+def drafts(draft: Plan, others: Iterator[Plan], recipe: Recipe) -> Iterator[Plan]:
+    """Of the drafts with something outside the card (`placement.drafts` of one GPU) those that a layout can have."""
+    if draft.parallel in ("none", "cp"):
+        yield from others
+    elif draft.parallel == "fsdp2":
+        yield draft.with_(offload_inputs=True)
+        yield draft.with_(accumulation_order="layer-major")
+        yield draft.with_(accumulation_order="layer-major", offload_inputs=True)
+    elif draft.parallel in ("ddp", "streamed"):
+        for other in others:
+            streams = other.stream_from != "none"
+            if recipe.parallel in ("auto", "streamed" if streams else "ddp"):
+                yield other.with_(parallel="streamed" if streams else "ddp")
+
+
+def of_rank(context: PlanContext, draft: Plan, num_rows: int, whole: TermsOf) -> TermsOf:
+    """A rank's terms from those of the whole model on one card. Of a pipeline's stages the one that needs most."""
+    if draft.world_size == 1:
+        return whole
+    ends = ends_of(context, draft)
+
+    def terms(rows: int, columns: int, chunk: int) -> StepTerms:
+        if draft.parallel == "cp":
+            columns = -(-columns // draft.world_size)
+        found, count = whole(rows, columns, chunk), -(-num_rows // rows)
+        if draft.parallel != "pp":
+            return memory_layouts.rank_terms(found, draft, ends, micro_batches=count)
+        first, last = (
+            memory_layouts.rank_terms(found, draft, ends, micro_batches=count, stage=stage)
+            for stage in (0, draft.world_size - 1)
+        )
+        needs = highest_peaks(first, count > 1), highest_peaks(last, count > 1)
+        return first if needs[0][0] > needs[1][0] and needs[0][-1] > needs[1][-1] else last
+
+    return terms
+
+
+def ends_of(context: PlanContext, draft: Plan) -> Ends:
+    """What is around the layers on the card."""
+    config = context.config
+    width = 4 if draft.precision == "fp32" else 2
+    table = config.vocab_size * config.hidden_size * width
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return Ends(
+        embedding=table if draft.embedding_place == "device" or draft.parallel == "tp" else 0,
+        head=0 if tied or draft.head_place == "host" else table,
+        adapters_whole=_adapters_whole(context, draft),
+    )
+
+
+def _adapters_whole(context: PlanContext, draft: Plan) -> float:
+    linears = [m for layer in context.decoder.layers for m in layer.linears]
+    if draft.adapter is not None and "all-linear" not in draft.adapter.targets:
+        linears = [m for m in linears if m.name in draft.adapter.targets]
+    whole = sum(m.inputs if is_cut_by_outputs(m) else m.outputs for m in linears)
+    return whole / max(1, sum(m.inputs + m.outputs for m in linears))
+
+
+def refused(context: PlanContext, way: str, size: int) -> str | None:
+    """Why a layout cannot do this job, in a sentence; None where it can."""
+    recipe, config = context.recipe, context.config
+    optimizer = "adamw" if recipe.optimizer == "auto" else recipe.optimizer
+    full = recipe.method == "full"
+    four_bit = recipe.method == "qlora" or recipe.base_format in ("nf4", "fp4", "int8")
+    if way in ("fsdp2", *ZERO) and optimizer not in FLAT_OPTIMIZERS:
+        return f"state of {optimizer} cannot be cut into flat parts"
+    if way == "streamed" and full:
+        return "only frozen weights are streamed"
+    if way == "zero3" and four_bit:
+        return PACKED
+    if way in ("tp", "pp", "zero3") and recipe.dora:
+        return "DoRA's start needs the weights of every layer"
+    if way == "pp" and full and getattr(config, "tie_word_embeddings", False):
+        return "the head is the embedding: the first and the last GPU would train the same weights"
+    if way == "pp" and config.num_hidden_layers < size:
+        return f"the model has {config.num_hidden_layers} layers"
+    heads = getattr(config, "num_attention_heads", size)
+    if way == "tp" and heads % size:
+        return f"{heads} heads cannot be shared by {size} GPUs"
+    return None
+
+
+def settled(plan: Plan) -> Plan:
+    """A chosen rank's plan with what its engine wants: tensor parallel cuts the embedding, which is on the card then."""
+    return plan.with_(embedding_place="device") if plan.parallel == "tp" else plan
+
+
+def named(way: str, size: int) -> str:
+    return way if way == "none" else f"{way} on {size} GPUs"
+
+
+def alike(names: Sequence[str]) -> bool:
+    return len(set(names)) <= 1

@@ -104,6 +104,7 @@ class Recipe(BaseModel):
     )
 
     gpu: str | None = setting(None, "Hardware", "Plan for a card you need not have: rtx3080, 'A100 80GB', h200.")
+    wsl: bool = setting(False, "Hardware", "With --gpu: under Windows' WSL, which sees half of the RAM and pins little.")
     devices: str | None = setting(None, "Hardware", "Which devices to use: cpu, or GPUs' indices (0,1).")
     nproc: int | None = setting(None, "Hardware", "Processes, each with a GPU of its own (default: all GPUs).", ge=1)
     parallel: Parallel = setting("auto", "Hardware", "How several GPUs share the work: auto, none (one GPU) or a way.")
@@ -175,6 +176,8 @@ class Recipe(BaseModel):
         if self.method == "full" and self.dora:
             raise ValueError("dora is a kind of adapter; it needs method lora or qlora")
         self._check_offload()
+        if self.wsl and self.gpu is None:
+            raise ValueError("wsl says what to assume beside gpu; on this machine it is found out; leave it out")
         if self.effort == "simple" and self.parallel not in ("auto", *LAYOUTS["simple"]):
             raise ValueError(
                 f"parallel {self.parallel} is more than effort simple accepts, which is one GPU or ddp; "

@@ -258,7 +258,7 @@ def parse_with_notes(text: str) -> tuple[list[tuple[Gpu, int]], list[str]]:
     cards, notes = [], []
     for part in text.split(","):
         times = _TIMES.fullmatch(part.strip())
-        if times is not None:
+        if times is not None and not _candidates(*_split(part)):  # 7900xtx is a name, and 2x3090 two cards
             part = f"{times[2]}:{times[1]}"
         name, colon, count_text = part.strip().rpartition(":")
         if not colon:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli import render_layouts, render_memory
+from fitune.cli import render_layouts, render_memory, render_needs
 from fitune.cli.words import Words
 from fitune.cli.words_predict import PREDICT
 from fitune.units import format_bytes, format_duration
@@ -29,6 +29,8 @@ def show_plan(console: Console, result: dict[str, Any]) -> None:
     """
     plan = result.get("plan") or {}
     console.print(headline(result), markup=False, style="bold")
+    if needs := render_needs.needs_line(result, "en"):
+        console.print(needs, markup=False)
     for note in result.get("notes") or []:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if plan:
@@ -94,7 +96,8 @@ def summary(plan: dict[str, Any]) -> str:
     steps = f"batch {batch}"
     if micro and batch and micro != batch:
         steps += f" as {micro} x {-(-batch // micro)}"
-    return f"{method} on a {base} base, {plan.get('precision')}, {steps}, up to {plan.get('seq_len')} tokens"
+    article = "a" if base == "bf16" else "an"  # all others begin with a vowel: fp16, int8, nf4
+    return f"{method} on {article} {base} base, {plan.get('precision')}, {steps}, up to {plan.get('seq_len')} tokens"
 
 
 def decisions_table(reasons: list[dict[str, Any]]) -> Table:
@@ -163,6 +166,8 @@ def peak_bytes(fields: dict[str, Any]) -> int | None:
 
 def speed_lines(predicted: dict[str, Any]) -> list[str]:
     """Step time and tokens/s where they are predicted."""
+    if line := render_needs.speed_line(predicted, "en"):
+        return [line]
     step_s, rate = predicted.get("step_s"), predicted.get("tokens_per_s")
     if step_s is None:
         return []
@@ -176,8 +181,7 @@ def entry_line(entry: Any) -> str:
     for name in ("what", "text", "change"):
         if isinstance(entry.get(name), str):
             return str(entry[name])
-    needed = peak_bytes(entry.get("predicted") or {})
-    return summary(entry.get("plan") or {}) + (f": {format_bytes(needed)}" if needed is not None else "")
+    return render_needs.how_line(entry, "en")
 
 
 def _text(text: Any, style: str = "") -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fitune.cli.sentences import translated
 from fitune.cli.text import columns, short_name, wrapped
 from fitune.cli.words import Words
 from fitune.cli.words_gpus import GPUS
 from fitune.planner import costs
+from fitune.planner.sentences import translated
 from fitune.units import format_bytes, format_count, gib
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.cli.sentences import duration, translated
 from fitune.cli.text import columns, wrapped
+from fitune.planner.sentences import duration, translated
 from fitune.units import format_bytes, format_duration
 
 _HEADINGS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli import render, render_layouts
-from fitune.cli.sentences import duration, translated
+from fitune.cli import render, render_layouts, render_needs
 from fitune.cli.text import columns, wrapped
+from fitune.planner.sentences import duration, translated
 from fitune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ def show_plan(console: Console, result: dict[str, Any], lang: str = "en") -> Non
             console.print(line, markup=False, **style)  # type: ignore[arg-type]
 
     say(headline(result), style="bold")
+    if needs := render_needs.needs_line(result, lang):
+        say(needs)
     for note in result.get("notes") or []:
         say(f"注：{translated(note, lang)}")
     say(summary(plan))
@@ -40,10 +42,8 @@ def show_plan(console: Console, result: dict[str, Any], lang: str = "en") -> Non
     predicted = result.get("predicted") or {}
     if predicted.get("step_s") is not None:
         rate = predicted.get("tokens_per_s")
-        say(
-            f"每步约 {duration(format_duration(predicted['step_s']), lang)}"
-            + (f"，每秒 {rate:,.0f} 个 token" if rate else "")
-        )
+        plain = f"每步约 {duration(format_duration(predicted['step_s']), lang)}"
+        say(render_needs.speed_line(predicted, lang) or plain + (f"，每秒 {rate:,.0f} 个 token" if rate else ""))
     for title, entries in (("可行的改动", result.get("nearest_fits")), ("另一可行计划", result.get("alternatives"))):
         for entry in entries or []:
             say(f"{title}：{entry_text(entry, lang)}")
@@ -91,5 +91,4 @@ def entry_text(entry: Mapping[str, Any], lang: str) -> str:
     """An alternative, or what would fit."""
     if isinstance(entry.get("change"), str):
         return translated(entry["change"], lang)
-    needed = render.peak_bytes(entry.get("predicted") or {})
-    return summary(entry["plan"]) + (f"：{format_bytes(needed)}" if needed is not None else "")
+    return render_needs.how_line(entry, lang)

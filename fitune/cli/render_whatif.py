@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli.sentences import duration, translated
 from fitune.cli.text import columns, short_name, wrapped
 from fitune.cli.words import Table, Words
+from fitune.planner.sentences import duration, translated
 from fitune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

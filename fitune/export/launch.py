@@ -13,6 +13,7 @@ from pathlib import Path
 from fitune import recipe as recipes
 from fitune.errors import UserError
 from fitune.files import atomic_write, explained
+from fitune.parallel.world import SAME_RECORDS
 
 MAX_RESTARTS = 10
 _SHELL = """\
@@ -76,7 +77,7 @@ def write_launch(recipe: Path, out: Path, *, nodes: int, gpus: int, gpu_name: st
         missing = "data" if wanted.data is None else "out"
         raise UserError(f"cannot launch {recipe}", f"it has no line `{missing}: ...`",
                         "every machine must know the data and the run folder; add it")  # fmt: skip
-    if wanted.batch < nodes * gpus:
+    if wanted.batch < nodes * gpus and wanted.parallel not in SAME_RECORDS:
         raise UserError(f"{nodes * gpus} GPUs cannot share a batch of {wanted.batch}",
                         "each needs at least one record of a step", f"set batch to {nodes * gpus} or more")  # fmt: skip
     name = "".join(c if c.isalnum() or c == "-" else "-" for c in Path(wanted.out).name.lower()).strip("-") or "fitune"

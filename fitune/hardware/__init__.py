@@ -8,7 +8,7 @@ Nothing here imports torch, and nothing is looked at before a function is called
 the link's rate and for cards that one does not have), never the reverse.
 """
 
-from fitune.hardware.machine import Device, Machine, virtual, virtual_mixed
+from fitune.hardware.machine import Device, Machine, under_wsl, virtual, virtual_mixed
 from fitune.hardware.probe import probe
 from fitune.hardware.torch_build import TorchBuild, check_torch_matches, torch_build
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_torch_matches",
     "probe",
     "torch_build",
+    "under_wsl",
     "virtual",
     "virtual_mixed",
 ]

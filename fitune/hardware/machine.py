@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fitune.catalog.gpus import Gpu
+from fitune.hardware.host import Memory, pinned_limit
 from fitune.units import GIB, format_bytes
 
 # Without --ram: the least RAM to assume beside a card, and RAM per byte of card memory. Half of it can be pinned.
@@ -106,6 +107,19 @@ class Machine:
 def virtual(gpu: Gpu, count: int = 1, ram_bytes: int | None = None) -> Machine:
     """A machine with ``count`` cards that one does not have; see :func:`virtual_mixed`."""
     return virtual_mixed([(gpu, count)], ram_bytes)
+
+
+def under_wsl(machine: Machine) -> Machine:
+    """An assumed machine as Linux within Windows sees it: half of the RAM, unless `.wslconfig` gives it more
+    (https://learn.microsoft.com/windows/wsl/wsl-config, "memory"), and little that can be pinned."""
+    ram = machine.ram_total_bytes // 2
+    memory = Memory(ram, ram, machine.ram_limit_source)
+    pinned, reason = pinned_limit(memory, wsl=True, platform="linux")
+    more = f"under WSL: {format_bytes(ram)} of the RAM, {format_bytes(pinned)} of it pinnable"
+    return dataclasses.replace(
+        machine, ram_total_bytes=ram, ram_available_bytes=ram, pinned_limit_bytes=pinned, pinned_limit_reason=reason,
+        platform="linux", assumptions=f"{machine.assumptions}; {more}",
+    )  # fmt: skip
 
 
 def virtual_mixed(cards: Sequence[tuple[Gpu, int]], ram_bytes: int | None = None) -> Machine:

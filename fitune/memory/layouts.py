@@ -8,11 +8,12 @@ traces of a rank's own step (`memory.ranks.trace_rank`) at 2, 4 and 8 ranks. Wha
 | layout | weights | gradients, state | besides |
 | --- | --- | --- | --- |
 | ddp, streamed | as alone | as alone | one bucket of gradients while they are added up |
-| fsdp2 | layers' base / N; adapters and what is frozen outside the layers whole | / N | ring of gathered layers, two fp32 rows of the largest layer's P, one of all P outside the layers |
+| fsdp2 | base of layers / N, adapters and ends whole | / N | gathered layers, fp32 rows of two layers and of the ends |
+| zero1, zero2, zero3 | as `memory.zero` says | | |
 | tp | layers' and head's / N | about (1 + 1/N) / 2 | hidden states whole, what is between column and row split / N |
 | cp | as alone | as alone | activations of 1 / N of each row's tokens |
 | pp | those of the stage's layers | of these | activations of all micro-batches of a step (GPipe) |
-"""  # noqa: E501 a table's rows are lines
+"""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from fitune.memory.constants import Figure, Overheads
 from fitune.memory.events import rounded
 from fitune.memory.replay import LayerParts, LayerTerms, Part, PassParts, StepTerms
 from fitune.memory.terms import together
+from fitune.memory.zero import zero_bytes
 from fitune.plan import Plan, layers_of
 from fitune.units import MIB
 
@@ -352,50 +354,27 @@ def _split(terms: StepTerms, plan: Plan, ends: Ends) -> StepTerms:
 
 # ---- zero1, zero2, zero3 ---------------------------------------------------------------------------------------------
 
-ZERO_BUCKET_ELEMENTS = 500_000_000  # reduce_bucket_size and allgather_bucket_size (DeepSpeed's documentation, defaults)
-
 
 def _partitioned(terms: StepTerms, plan: Plan) -> StepTerms:
-    """DeepSpeed's three stages (https://arxiv.org/abs/1910.02054): the optimizer's state in N parts, then the gradients
-    too, then the weights too. fp32 masters belong to the state."""
-    ranks, stage = plan.world_size, int(plan.parallel[-1])
-    bucket = min(4 * ZERO_BUCKET_ELEMENTS, terms.trained_bytes)
-
-    def part(num_bytes: int) -> int:
-        return -(-num_bytes // ranks)
-
-    def cut(found: LayerTerms) -> LayerTerms:
-        base = found.weight_bytes - found.trained_bytes
-        return replace(
-            found,
-            weight_bytes=(part(base) if stage == 3 else base) + part(found.trained_bytes),
-            trained_bytes=part(found.trained_bytes) if stage >= 2 else found.trained_bytes,
-            state_bytes=part(found.state_bytes),
-        )
-
-    layers = {kind: cut(found) for kind, found in terms.layers.items()}
-    ends = terms.other_trained_bytes
-    gathered = 2 * max(f.weight_bytes - f.trained_bytes for f in terms.layers.values()) if stage == 3 else 0
-    base = terms.other_weight_bytes - ends
-
-    def end(found: Part) -> Part:
-        return _beside(found, bucket)
-
-    def passed(parts: PassParts) -> PassParts:
-        if stage == 1 or parts is terms.later_pass:
-            return _with_end(parts, end)
-        kinds = {kind: _backward(f, lambda p, k=kind: _beside(p, layers[k].trained_bytes, layers[k].trained_bytes))
-                 for kind, f in terms.later_pass.kinds.items()}  # fmt: skip
-        unit = layers[terms.kinds[0]].trained_bytes
-        first = _backward(terms.later_pass.first, lambda p: _beside(p, unit, unit))
-        return _with_end(replace(terms.later_pass, first=first, kinds=kinds), lambda p: _beside(p, bucket, part(ends)))
-
+    """DeepSpeed's stages: what is held by `memory.zero`'s forms, activations as on one card. Gradients and buckets are
+    taken to be there during all of a backward pass: in most stages they are made once and kept."""
+    width = 4 if plan.precision == "fp32" else 2
+    trained = terms.trained_bytes // 4
+    base = terms.weight_bytes - terms.trained_bytes
+    narrow = plan.method == "full" and plan.precision != "fp32"
+    own = width * trained if narrow else 0  # of the base what is trained, as it computes
+    largest = max(layer.weight_bytes - layer.trained_bytes or layer.trained_bytes for layer in terms.layers.values())
+    found = zero_bytes(plan, trained=trained, frozen_bytes=max(0, base - own), state_bytes=terms.state_bytes,
+                       unit=largest // width)  # fmt: skip
+    made = max(0, found.gradients + found.bucket - found.lasting)
+    later = terms.later_pass
     return replace(
         terms,
-        layers=layers,
-        other_weight_bytes=(part(base) if stage == 3 and ends else base) + part(ends) + gathered,
-        other_trained_bytes=part(ends) if stage >= 2 else ends,
-        other_state_bytes=part(terms.other_state_bytes),
-        first_pass=passed(terms.first_pass),
-        later_pass=passed(terms.later_pass),
+        layers={kind: replace(f, weight_bytes=0, trained_bytes=0, state_bytes=0) for kind, f in terms.layers.items()},
+        other_weight_bytes=found.weights + found.masters + found.lasting + found.gathered,
+        other_trained_bytes=made,
+        other_state_bytes=found.state,
+        first_pass=replace(later, embed=_raised(later.embed, made)),
+        later_pass=later,
+        optimizer_peak_bytes=found.copied,
     )

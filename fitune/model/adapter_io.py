@@ -2,7 +2,10 @@
 
 Names here are module paths: ``model.layers.0.self_attn.q_proj.lora_A`` [r, in], ``.lora_B`` [out, r], ``.magnitude``
 [out] for DoRA, and full names of trained biases. PEFT says ``base_model.model.<path>.lora_A.weight``,
-``.lora_magnitude_vector``, and ``<path>.base_layer.bias`` for the bias of an adapted layer.
+``.lora_magnitude_vector``, and ``<path>.base_layer.bias`` for the bias of an adapted layer. Adapters of fused experts
+(A [E * r, in], B [out, r * E]) are called after their weight here, ``...experts.gate_up_proj.lora_A``; PEFT wraps the
+module once per weight and says ``...experts.base_layer.lora_A.weight`` of the first and ``...experts.lora_A.weight`` of
+the last.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ _UNSUPPORTED = (
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
-    "target_parameters",
     "layer_replication",
     "lora_bias",
     "trainable_token_indices",
@@ -57,10 +59,13 @@ def write_adapter(
     from safetensors.torch import save_file
 
     adapted = {name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")}
-    stored = {_peft_name(name, adapted): t.detach().to("cpu").contiguous() for name, t in sorted(tensors.items())}
+    fused = {path for path in adapted if tensors[f"{path}.lora_A"].shape[0] != adapter.r}
+    stored = {
+        _peft_name(name, adapted, fused): t.detach().to("cpu").contiguous() for name, t in sorted(tensors.items())
+    }
     with atomic_folder(Path(folder)) as temporary:
         save_file(stored, str(temporary / WEIGHTS), metadata={"format": "pt"})
-        config = _config(adapter, adapted, base_model, task)
+        config = _config(adapter, adapted - fused, fused, base_model, task)
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -85,13 +90,15 @@ def read_adapter(folder: Path) -> tuple[Adapter, dict[str, torch.Tensor]]:
             "save it again as safetensors with a newer peft",
         )
     read_header(path)
-    tensors = {_our_name(name, path): tensor for name, tensor in load_file(str(path)).items()}
+    parameters = [target for target in adapter.targets if "." in target]
+    tensors = {_our_name(name, path, parameters): tensor for name, tensor in load_file(str(path)).items()}
     _check(adapter, tensors, path)
     return adapter, tensors
 
 
-def _config(adapter: Adapter, adapted: set[str], base_model: str, task: str) -> dict[str, Any]:
-    targets = sorted({path.rpartition(".")[2] for path in adapted}) or list(adapter.targets)
+def _config(adapter: Adapter, adapted: set[str], fused: set[str], base_model: str, task: str) -> dict[str, Any]:
+    targets = sorted({path.rpartition(".")[2] for path in adapted}) or ([] if fused else list(adapter.targets))
+    parameters = sorted({".".join(path.split(".")[-2:]) for path in fused}, key=_wrapped_order)
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
     return {
         "peft_type": "LORA",
@@ -103,6 +110,7 @@ def _config(adapter: Adapter, adapted: set[str], base_model: str, task: str) -> 
         "lora_dropout": adapter.dropout,
         "bias": adapter.bias,
         "target_modules": targets,
+        **({"target_parameters": parameters} if parameters else {}),
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
         "fan_in_fan_out": False,
@@ -112,19 +120,37 @@ def _config(adapter: Adapter, adapted: set[str], base_model: str, task: str) -> 
     }
 
 
-def _peft_name(name: str, adapted: set[str]) -> str:
+def _wrapped_order(parameter: str) -> tuple[bool, str]:
+    """PEFT wraps fused weights in the order of their class, which in transformers 5 has `down_proj` last."""
+    return parameter.endswith("down_proj"), parameter
+
+
+def _peft_name(name: str, adapted: set[str], fused: set[str]) -> str:
     for ours, theirs in _PARTS.items():
-        if name.endswith(ours):
-            return _PREFIX + name.removesuffix(ours) + theirs
+        path = name.removesuffix(ours)
+        if path == name:
+            continue
+        if path in fused:
+            module = path.rpartition(".")[0]
+            wrapped = sorted((p for p in fused if p.rpartition(".")[0] == module), key=_wrapped_order)
+            path = module + ".base_layer" * (len(wrapped) - 1 - wrapped.index(path))
+        return _PREFIX + path + theirs
     path, _, last = name.rpartition(".")
     return f"{_PREFIX}{path}.base_layer.{last}" if path in adapted else _PREFIX + name
 
 
-def _our_name(name: str, path: Path) -> str:
+def _our_name(name: str, path: Path, parameters: list[str]) -> str:
     inner = name.removeprefix(_PREFIX).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
     for ours, theirs in _PARTS.items():
         if inner.endswith(theirs):
-            return inner.removesuffix(theirs) + ours
+            module = inner.removesuffix(theirs)
+            depth = module.count(".base_layer")
+            module = module.replace(".base_layer", "")
+            wrapped = sorted((p for p in parameters if f".{module}".endswith(f".{p.rpartition('.')[0]}")),
+                             key=_wrapped_order)  # fmt: skip
+            if len(wrapped) > depth:
+                module += "." + wrapped[-1 - depth].rpartition(".")[2]
+            return module + ours
     if "bias" in inner.rpartition(".")[2] and inner != name:
         return inner.replace(".base_layer.", ".")
     raise UserError(
@@ -166,12 +192,13 @@ def _adapter(values: dict[str, Any], folder: Path) -> Adapter:
         )
     try:
         targets = values.get("target_modules") or ()
+        parameters = tuple(values.get("target_parameters") or ())
         return Adapter(
             r=int(values["r"]),
             alpha=float(values["lora_alpha"]),
             dropout=float(values.get("lora_dropout") or 0.0),
             bias=str(values.get("bias") or "none"),
-            targets=(targets,) if isinstance(targets, str) else tuple(targets),
+            targets=((targets,) if isinstance(targets, str) else tuple(targets)) + parameters,
             rslora=bool(values.get("use_rslora")),
             dora=bool(values.get("use_dora")),
         )
@@ -184,7 +211,10 @@ def _check(adapter: Adapter, tensors: dict[str, torch.Tensor], path: Path) -> No
     parts = ("lora_A", "lora_B", "magnitude")
     for layer in sorted({name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in parts}):
         a, b, magnitude = (tensors.get(f"{layer}.{part}") for part in parts)
-        fits = a is not None and b is not None and a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] == adapter.r
+        fits = a is not None and b is not None and a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
+        if fits and a is not None:
+            is_fused = any(f".{layer}".endswith(f".{target}") for target in adapter.targets if "." in target)
+            fits = a.shape[0] == adapter.r or (is_fused and a.shape[0] % adapter.r == 0)
         if fits and b is not None:
             fits = magnitude is None if not adapter.dora else magnitude is not None and magnitude.numel() == b.shape[0]
         if not fits:

@@ -148,6 +148,8 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
     _check(plan)
     attention.register()
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # threads that copy set theirs by its index
+        device = torch.device("cuda", torch.cuda.current_device())
     config = copy.deepcopy(config)
     config.use_cache = False
     config.dtype = dtype = compute_dtype(plan)
@@ -436,21 +438,21 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
     spec = plan.adapter
     if spec is None:
         return []
-    available = sorted({name.rpartition(".")[2] for name in built.linears})
-    adapted = []
-    for target in spec.targets:
-        hits = [n for n in built.linears if target == "all-linear" or n == target or n.endswith(f".{target}")]
-        if not hits:
-            raise UserError(
-                f"no layer is called {target!r}",
-                f"the linear layers of this model are {', '.join(available)}",
-                "use --lora-targets all-linear, or names from that list",
-            )
-        adapted += hits
-    for name in dict.fromkeys(adapted):
+    adapted = list(dict.fromkeys(name for target in spec.targets for name in _adapted_by(built, target)))
+    fused = {name: experts for experts in built.experts for name in experts.names()}
+    if (spec.dora or spec.dropout > 0) and any(name in fused for name in adapted):
+        raise UserError(
+            "cannot adapt fused experts like this",
+            "their weight is one tensor to which B A is added: it has no input to drop parts of, and no row norms",
+            "use --lora-dropout 0 and no --dora, or other --lora-targets",
+        )
+    for name in adapted:
         key = zlib.crc32(name.encode())
         # hashed together: torch's CPU generator reads the low 32 bits of a seed only
         generator = torch.Generator().manual_seed(zlib.crc32(f"{plan.seed}/{name}".encode()))
+        if name in fused:
+            fused[name].add_lora(name, spec.r, spec.scaling, generator, built.device)
+            continue
         linear = built.linears[name]
         with weight_at_hand(built, name) if spec.dora else nullcontext():
             linear.add_lora(spec.r, spec.scaling, spec.dropout, key, generator, built.device, spec.dora)
@@ -458,4 +460,28 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
         if name.endswith("bias") and spec.bias != "none":
             inside = name.rpartition(".")[0] in adapted
             parameter.requires_grad_(spec.bias == "all" or inside)
-    return list(dict.fromkeys(adapted))
+    return adapted
+
+
+def _adapted_by(built: Built, target: str) -> list[str]:
+    """Names of the weights that a target means: linear layers by the last part of their name, or all of them; fused
+    experts by their module's name (`experts`) or with it (`experts.down_proj`).
+
+    Raises:
+        UserError: there is none.
+    """
+    hits = [n for n in built.linears if target == "all-linear" or n == target or n.endswith(f".{target}")]
+    for experts in built.experts:
+        for name in experts.names():
+            module, leaf = experts.prefix.rpartition(".")[2], name.rpartition(".")[2]
+            if target in (name, module, f"{module}.{leaf}"):
+                hits.append(name)
+    if not hits:
+        available = sorted({name.rpartition(".")[2] for name in built.linears})
+        available += sorted({experts.prefix.rpartition(".")[2] for experts in built.experts})
+        raise UserError(
+            f"no layer is called {target!r}",
+            f"the linear layers of this model are {', '.join(available)}",
+            "use --lora-targets all-linear, or names from that list",
+        )
+    return hits

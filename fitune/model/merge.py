@@ -85,7 +85,7 @@ def merge(
         )
     adapter, tensors = read_adapter(adapter_folder)
     model = _model_for_saving(source)
-    _check_fit(model, tensors, adapter_folder)
+    _check_fit(model, adapter, tensors, adapter_folder)
     parts = list(_parts(source, model, dtype))
     entries = [entry for part in parts for entry in part.entries]
     num_bytes = sum(entry.num_bytes for entry in entries)
@@ -179,13 +179,30 @@ def _model_for_saving(source: ModelSource) -> Any:
     return model
 
 
-def _check_fit(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _of_an_expert(
+    model: Any, shapes: dict[str, tuple[int, ...]], path: str, adapter: Adapter, tensor: torch.Tensor, part: str
+) -> tuple[int, ...] | None:  # fmt: skip
+    """[out, in] of one expert of a fused weight, where the adapter has a rank for each of them."""
+    shape = shapes.get(path, ())
+    if len(shape) != 3 or tensor.shape[0 if part == "lora_A" else 1] != shape[0] * adapter.r:
+        return None
+    return shape[:0:-1] if _is_transposed(model, path) else shape[1:]
+
+
+def _is_transposed(model: Any, path: str) -> bool:
+    """Whether a class holds its fused experts as [experts, in, out]."""
+    return bool(getattr(model.get_submodule(path.rpartition(".")[0]), "is_transposed", False))
+
+
+def _check_fit(model: Any, adapter: Adapter, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Every tensor of the adapter has its place in the model."""
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     problems = []
     for name, tensor in tensors.items():
         path, _, part = name.rpartition(".")
         shape = shapes.get(f"{path}.weight" if part in ("lora_A", "lora_B", "magnitude") else name)
+        if shape is None and part in ("lora_A", "lora_B"):
+            shape = _of_an_expert(model, shapes, path, adapter, tensor, part)
         if shape is not None and _is_conv1d(model, path):
             shape = shape[::-1]
         place = {"lora_A": -1, "lora_B": 0, "magnitude": 0}.get(part)
@@ -209,7 +226,8 @@ def _is_conv1d(model: Any, path: str) -> bool:
     """GPT-2's layers hold their weight as [in, out]."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(model.get_submodule(path), Conv1D) if path else False
+    module = dict(model.named_modules()).get(path)  # fused experts are no module
+    return isinstance(module, Conv1D)
 
 
 def _parts(source: ModelSource, model: Any, dtype: str) -> Iterator[_Part]:
@@ -314,13 +332,29 @@ def _with_adapter(
     if name in tensors:
         return tensors[name].to(dtype)
     path = name.removesuffix(".weight")
-    a = tensors.get(f"{path}.lora_A") if path != name else None
+    a = tensors.get(f"{path}.lora_A")
     if a is None:
         return place.converted(tensor, dtype)
+    if tensor.dim() == 3:
+        return _merged_experts(tensor, adapter, a, tensors[f"{path}.lora_B"], _is_transposed(model, path), dtype, place)
     b, magnitude = tensors[f"{path}.lora_B"], tensors.get(f"{path}.magnitude")
     if _is_conv1d(model, path):
         return merged_weight(tensor.T, adapter, a, b, magnitude, dtype, place).T.contiguous()
     return merged_weight(tensor, adapter, a, b, magnitude, dtype, place)
+
+
+def _merged_experts(
+    weight: torch.Tensor, adapter: Adapter, a: torch.Tensor, b: torch.Tensor, transposed: bool, dtype: torch.dtype,
+    place: _Place,
+) -> torch.Tensor:  # fmt: skip
+    """Fused experts one by one; a [E * r, in], b [out, r * E] (see `fitune.model.experts`)."""
+    result = place.empty(weight.shape, dtype)
+    a_ERI, b_ORE = a.view(weight.shape[0], -1, a.shape[1]), b.view(b.shape[0], -1, weight.shape[0])
+    for expert in range(weight.shape[0]):
+        own = weight[expert].T if transposed else weight[expert]
+        merged = merged_weight(own, adapter, a_ERI[expert], b_ORE[..., expert], None, dtype)
+        result[expert] = merged.T if transposed else merged
+    return result
 
 
 def _write_small_files(source: ModelSource, model: Any, dtype: str, folder: Path) -> None:

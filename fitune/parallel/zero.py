@@ -14,13 +14,14 @@ state, one tensor after the other, kept in the first rank's host memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from fitune.engine.batch import HostBatch, to_device
 from fitune.engine.engine import Engine, StepResult, _counts, _finite
@@ -39,14 +40,14 @@ from fitune.plan import Plan
 
 
 class ZeroMasters(Masters):
-    """DeepSpeed holds them: this rank's parts, in flat tensors."""
+    """DeepSpeed holds them; here only shapes, on `meta`."""
 
-    def __init__(self, parts: list[torch.Tensor]):
+    def __init__(self, shapes: Iterable[torch.Size]):
         self.pairs = {}
-        self._parts = parts
+        self._shown = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
 
-    def parameters(self) -> list[Any]:
-        return self._parts
+    def parameters(self) -> list[nn.Parameter]:
+        return self._shown
 
 
 class Ranks(Alone):
@@ -108,7 +109,8 @@ class ZeroEngine(Engine):
         for name, start in starts.items():
             self._set_master(name, start)
         self._publish()
-        return ZeroMasters(_parts_of(optimizer)), optimizer
+        self.parts = _parts_of(optimizer)
+        return ZeroMasters(self.shapes.values()), optimizer
 
     def _trains_embedding(self) -> bool:
         return self._trains(self.built.model.get_input_embeddings())
@@ -189,6 +191,8 @@ class ZeroEngine(Engine):
     def abandon(self) -> None:
         """Drop the gradients of a step whose passes are over. (One that broke in the middle is not gone on from.)"""
         optimizer = self.zero.optimizer
+        for p in self.parameters.values():
+            p.grad = None
         optimizer.zero_grad(set_to_none=True)
         optimizer.averaged_gradients = {}
         if hasattr(optimizer, "all_grad_tensors"):
@@ -196,17 +200,23 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
+        """Of stage 3 all ranks make every pass, also after a failure, which is raised at the end."""
         total, count = 0.0, 0
+        failure: Exception | None = None
         passes = self.ranks.evaluations(len(host_batches)) if self.stage == 3 else len(host_batches)
         assert isinstance(self.ranks, Ranks)
         for number in range(passes):
-            host = host_batches[number] if number < len(host_batches) else _nothing()
-            batch = to_device(host, self.built.device, dropout_seed=None)
+            has_rows = number < len(host_batches) and failure is None
+            batch = to_device(host_batches[number] if has_rows else _nothing(), self.built.device, dropout_seed=None)
             self.ranks.is_exchanging = self.stage == 3
             loss = self.zero(batch, self.plan.recompute_layers, self.plan.loss_chunk, 1.0, 1.0)
             self.ranks.is_exchanging = False
-            if number < len(host_batches):
+            if self.work.failures:
+                failure = failure or self.work.failures[0]
+            elif has_rows:
                 total, count = total + loss.item(), count + batch.num_targets
+        if failure is not None:
+            raise failure
         return total, count
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -241,7 +251,7 @@ class ZeroEngine(Engine):
         tensors = {f"parameter|{name}": tensor for name, tensor in self.trained_tensors().items()}
         numbers: dict[str, Any] = {}
         for key, value in self._state_of_part().items():
-            if isinstance(value, torch.Tensor) and value.numel() == self.masters.parameters()[0].numel():
+            if isinstance(value, torch.Tensor) and value.numel() == self.parts[0].numel():
                 read = lambda p, key=key: self._utils().safe_get_full_optimizer_state(p, key)  # noqa: E731
                 tensors |= {f"optimizer|{name}|{key}": tensor for name, tensor in self._to_host(read).items()}
             elif isinstance(value, torch.Tensor):
@@ -253,7 +263,7 @@ class ZeroEngine(Engine):
 
     def _state_of_part(self) -> dict[str, Any]:
         """The optimizer's state of this rank's first part; empty before the first update."""
-        state: dict[str, Any] = self._inner().state.get(self.masters.parameters()[0], {})
+        state: dict[str, Any] = self._inner().state.get(self.parts[0], {})
         return {key: value for key, value in state.items() if key not in _BNB_TABLES}
 
     def _inner(self) -> Any:
@@ -295,7 +305,7 @@ class ZeroEngine(Engine):
         if not keys and not plain:
             return
         whole = [key for key in keys if tensors[prefix + key].shape == self.shapes[first]]
-        for part in self.masters.parameters():
+        for part in self.parts:
             state: dict[str, Any] = {key: torch.zeros_like(part) for key in whole}
             state |= {key: tensors[prefix + key].to(part.device, copy=True) for key in keys if key not in whole}
             self._inner().state[part] = state | plain
@@ -315,7 +325,7 @@ def _parts_of(optimizer: Any) -> list[torch.Tensor]:
 
 def _nothing() -> Any:
     """A micro-batch of one row in which nothing counts."""
-    ids = np.zeros((1, 2), dtype=np.int64)
+    ids: Any = np.zeros((1, 2), dtype=np.int64)
     return SimpleNamespace(
         input_ids=ids, targets=np.full_like(ids, IGNORED), position_ids=np.array([[0, 1]]), record_ids=ids,
         doc_lengths=((2,),),

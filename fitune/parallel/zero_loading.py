@@ -1,5 +1,5 @@
-"""Stage 3 of ZeRO from the first weight on: each is cut into parts as soon as it is in place, so that no rank ever holds
-the whole model."""
+"""Stage 3 of ZeRO from the first weight on: each is cut into parts as soon as it is in place, so that no rank holds the
+whole model at any time."""
 
 from __future__ import annotations
 

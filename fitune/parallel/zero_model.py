@@ -11,7 +11,9 @@ Shapes: B rows, T tokens, H hidden size, C tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from fitune.engine.step import tail_loss
 from fitune.model.build import Built
 from fitune.model.formats import DENSE
 from fitune.model.loss import chunk_cross_entropy
+
+Tried = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Unit(nn.Module):
@@ -51,17 +55,21 @@ class Work(nn.Module):
     Args:
         sharded: all parameters belong to it (stage 3); else the trained ones only, and the frozen ones, packed or not,
             are none of DeepSpeed's business.
+
+    Attributes:
+        failures: of the last evaluation.
     """
 
     def __init__(self, driver: Driver, *, sharded: bool, trains_embedding: bool):
         super().__init__()
         self.__dict__["driver"] = driver
         built: Built = driver.built
-        self.trains_embedding = trains_embedding
+        self.sharded, self.trains_embedding = sharded, trains_embedding
+        self.failures: list[Exception] = []
         named = dict(built.model.named_parameters())
         if sharded:
             named |= dense_weights(built)
-        parts: dict[int, dict[str, nn.Parameter]] = {ENDS: {}} | {index: {} for index in range(len(built.layers))}
+        parts: dict[int, dict[str, nn.Parameter]] = {index: {} for index in (ENDS, *range(len(built.layers)))}
         for name, p in named.items():
             if (sharded and p.device == built.device) or p.requires_grad:
                 parts[part_of(name, built.layers_prefix)][name] = p
@@ -81,35 +89,68 @@ class Work(nn.Module):
         """
         driver: Driver = self.__dict__["driver"]
         batch.enter(driver.built.context)
-        has_grad = torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return self._evaluate(batch, loss_chunk)
         calls: list[LayerCall] = []
-
-        def embed(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-            hidden, calls[:] = driver.record(input_ids, position_ids)
-            return hidden
-
-        with torch.set_grad_enabled(has_grad and self.trains_embedding):
-            hidden = self.embed.running(embed)(batch.input_ids, batch.position_ids)
-        if has_grad and not self.trains_embedding:
+        with torch.set_grad_enabled(self.trains_embedding):
+            hidden = self._embed(calls)(batch.input_ids, batch.position_ids)
+        if not self.trains_embedding:
             hidden = hidden.detach().requires_grad_()  # its gradient tells the first unit that its backward is over
         for index, call in enumerate(calls):
-            hidden = self._layer(index, hidden, call, recompute=has_grad and index < recompute_layers)
-        if not has_grad:
-            run = lambda hidden_BTH: tail_loss(driver, hidden_BTH, batch, loss_chunk, None)[0]  # noqa: E731
-            return self.tail.running(run)(hidden)
+            hidden = self._layer(index, hidden, call, recompute=index < recompute_layers)
         trained = [p for p in self.tail.parameters() if p.requires_grad]
         chunked = lambda hidden_BTH: _ChunkedLoss.apply(  # noqa: E731
             hidden_BTH, driver, batch, loss_chunk, scale, weight, *trained
         )
         return self.tail.running(chunked)(hidden)
 
+    def _embed(self, calls: list[LayerCall], tried: Tried = lambda run: run) -> Unit:
+        """The unit that embeds; what each layer is called with is put into `calls`."""
+
+        def embed(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            hidden, calls[:] = self.__dict__["driver"].record(input_ids, position_ids)
+            return hidden
+
+        return self.embed.running(tried(embed))
+
+    def _evaluate(self, batch: Batch, loss_chunk: int) -> torch.Tensor:
+        """The sum of losses. What fails is put into `failures`, and the pass goes on with nothing to compute: around
+        the units all ranks gather parameters together, and none may stay away."""
+        driver: Driver = self.__dict__["driver"]
+        self.failures.clear()
+        calls: list[LayerCall] = []
+
+        def tried(run: Callable[..., Any]) -> Callable[..., Any]:
+            def work(*tensors: torch.Tensor) -> Any:
+                if not self.failures:
+                    try:
+                        return run(*tensors)
+                    except Exception as problem:  # noqa: BLE001 not silenced: the engine raises it after the pass
+                        self.failures.append(problem.with_traceback(None))
+                return tensors[0]
+
+            return work
+
+        hidden = self._embed(calls, tried)(batch.input_ids, batch.position_ids)
+        for index, unit in enumerate(self.layers):
+            assert isinstance(unit, Unit)
+            run = lambda hidden_BTH, i=index: driver.run_layer(i, hidden_BTH, calls[i])  # noqa: E731
+            hidden = unit.running(tried(run))(hidden)
+        tail = lambda hidden_BTH: tail_loss(driver, hidden_BTH, batch, loss_chunk, None)[0]  # noqa: E731
+        loss: torch.Tensor = self.tail.running(tried(tail))(hidden)
+        return loss
+
     def _layer(self, index: int, hidden: torch.Tensor, call: LayerCall, recompute: bool) -> torch.Tensor:
         driver: Driver = self.__dict__["driver"]
 
         def run(hidden_BTH: torch.Tensor) -> torch.Tensor:
             unit: Any = self.layers[index]
-            out: torch.Tensor = unit.running(lambda hidden: driver.run_layer(index, hidden, call))(hidden_BTH)
+            out: torch.Tensor = unit.running(functools.partial(layer, unit))(hidden_BTH)
             return out
+
+        def layer(unit: Unit, hidden_BTH: torch.Tensor) -> torch.Tensor:
+            with by_reference(list(unit.parameters())) if self.sharded else nullcontext():
+                return driver.run_layer(index, hidden_BTH, call)
 
         if not recompute:
             return run(hidden)
@@ -158,6 +199,30 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden.mul_(factor.to(hidden.dtype)), None, None, None, None, None,
             *(total.mul_(factor).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)),
         )  # fmt: skip
+
+
+@contextmanager
+def by_reference(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, autograd keeps no memory of these parameters: what it saves of one is taken from it again in the backward
+    pass, when it has been gathered anew. (A product with a weight saves the weight's transpose, a tensor of its own.)
+    """
+    inside = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p) for p in parameters]
+
+    def saved(tensor: torch.Tensor) -> Any:
+        for start, end, p in inside:
+            if start <= tensor.data_ptr() < end:
+                offset = (tensor.data_ptr() - start) // p.element_size()
+                return p, tensor.shape, tensor.stride(), offset
+        return tensor
+
+    def back(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        p, shape, stride, offset = kept
+        return p.detach().as_strided(shape, stride, p.storage_offset() + offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(saved, back):
+        yield
 
 
 def dense_weights(built: Built) -> dict[str, nn.Parameter]:

@@ -25,8 +25,8 @@ from fitune.planner.context import config_of
 from fitune.planner.costs import CardAdvice
 from fitune.planner.jobs import Job
 from fitune.planner.ladder import AS_FAST
-from fitune.planner.sharing import Layout
-from fitune.planner.target import capability
+from fitune.planner.ways import Layout
+from fitune.planner.target import capability, notes_on
 from fitune.planner.whatif import changed
 from fitune.recipe import Recipe
 from fitune.units import format_bytes, from_gib
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 NOT_SUPPORTED = ("Huawei",)  # needs torch_npu, which fitune does not use
 OWNED_SETS = (1, 2, 4)  # cards of a set that people build themselves
 SET_FROM_GB = 16.0  # consumer cards of this size and more are put together
-OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitune.hardware.torch_build)
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ def share(plan: Plan, num_used: int) -> Plan:
 
 
 def step_time(plan: Plan, gpu: Gpu, num_used: int, job: Job, decoder: Any) -> StepTime:
-    """Of the whole step, exchanges between cards included (`fitune.speed.together`). `tokens` are those of all cards."""
+    """Of the whole step, exchanges between cards included (`fitune.speed.together`). `tokens` are all cards'."""
     from fitune import speed
 
     mean_plan, workload = job.workload(plan)
@@ -323,18 +322,9 @@ def buy_price(gpu: Gpu, count: int) -> float | None:
 
 def card_notes(gpu: Gpu, count: int, used: int, ram: int = 0) -> tuple[str, ...]:
     """What a person should know before choosing this card."""
-    notes = []
-    cuda = capability(gpu)
-    if gpu.vendor == "AMD":
-        notes.append("AMD: ROCm build of torch, not tested with fitune")
-    elif cuda is not None and cuda < OLDEST_OF_ALL_WHEELS:
-        notes.append("needs torch's CUDA 12.6 build, the last one for this card")
+    notes = list(notes_on(gpu))
     if not _modern(gpu):
         notes.append("fp16 with loss scaling")
-    if kind(gpu) == "board":
-        notes.append("memory shared with the processor; not tested")
-    if kind(gpu) == "laptop":
-        notes.append("laptop: clock and speed depend on its power limit")
     if ram:
         notes.append(f"streamed weights: about {format_bytes(ram)} of RAM")
     if used < count:

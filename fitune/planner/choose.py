@@ -47,8 +47,8 @@ def _tight(context: PlanContext, formats: list[Plan]) -> list[ladder.Candidate]:
     in which one fits. (Each has to be traced, which takes seconds: they are not looked at where another fits, nor a
     quantised base where a wide one fits that does not wait for the link.)"""
     has_mlp = any(linear.in_mlp for layer in context.decoder.layers for linear in layer.linears)
-    asked = context.recipe.loss_chunk is not None
-    groups = [placement.tight_drafts(draft, context.row_width(draft), has_mlp, asked) for draft in formats]
+    chunk = context.recipe.loss_chunk or placement.head_chunk(context.config.hidden_size)
+    groups = [placement.tight_drafts(draft, context.row_width(draft), has_mlp, chunk) for draft in formats]
     for group in zip(*groups, strict=True):
         found: list[ladder.Candidate] = []
         for drafts in group:
@@ -260,7 +260,7 @@ def search(context: PlanContext, draft: Plan) -> ladder.Search:
         num_rows=rows,
         width=context.row_width(draft),
         chunk=draft.loss_chunk,
-        fixed_chunk=recipe.loss_chunk is not None or draft.mlp_tiles > 1 or draft.head_place == "host",
+        fixed_chunk=recipe.loss_chunk is not None or draft.head_place == "host",
         micro_batch=recipe.micro_batch,
         recompute=fixed,
     )

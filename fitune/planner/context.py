@@ -14,8 +14,8 @@ from fitune.memory.variant import variant_of
 from fitune.plan import Plan
 from fitune.planner import lengths, positions
 from fitune.planner.lengths import DataFacts
-from fitune.planner.sharing import ALONE, Layout
-from fitune.planner.target import Target, choose_target
+from fitune.planner.ways import ALONE, Layout
+from fitune.planner.target import Target, choose_target, notes_on
 from fitune.recipe import Recipe
 from fitune.units import from_gib
 
@@ -171,7 +171,9 @@ def find_machine(recipe: Recipe, notes: list[str]) -> Machine:
         return hardware.probe()
     cards, said = gpus.parse_with_notes(recipe.gpu)
     notes += said
-    return hardware.virtual_mixed(cards, ram_bytes=from_gib(recipe.ram) if recipe.ram else None)
+    notes += dict.fromkeys(note for gpu, _ in cards for note in notes_on(gpu))
+    machine = hardware.virtual_mixed(cards, ram_bytes=from_gib(recipe.ram) if recipe.ram else None)
+    return hardware.under_wsl(machine) if recipe.wsl else machine
 
 
 def config_of(recipe: Recipe, notes: list[str]) -> Any:

@@ -31,7 +31,7 @@ def reasons(
         fits: whether the plan does; otherwise it is the smallest there is.
     """
     plan = chosen.plan
-    placed = _streaming(context, chosen, rejected, others), _inputs(context, chosen), _order(plan)
+    placed = _streaming(context, chosen, rejected, others), _inputs(context, chosen), *_tight(plan), _order(plan)
     return (
         _method(context, plan),
         _base(context, chosen, rejected, others, fits),
@@ -175,7 +175,7 @@ def _precision(context: PlanContext, plan: Plan) -> Reason:
 
 def _attention(plan: Plan) -> Reason:
     whys = {
-        "flash": "no T x T matrix is held; needs 16-bit and compute capability 8.0",
+        "flash": "no T x T matrix is held: scores are made tile by tile",
         "efficient": "no T x T matrix is held; the flash kernel does not run here",
         "cpu": "torch's fused kernel for processors",
         "native": "the model brings its own attention, which is left as it is",
@@ -232,7 +232,22 @@ def _recompute(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     return Reason("recomputation", value, why)
 
 
+def _tight(plan: Plan) -> list[Reason]:
+    """What is done only where nothing simpler fits."""
+    found = []
+    if plan.mlp_tiles > 1:
+        found.append(Reason("MLP", f"{plan.mlp_tiles} pieces of tokens", "nothing simpler fits: inner activations of "
+                            "one piece exist at a time"))  # fmt: skip
+    if plan.head_place == "host":
+        found.append(Reason("head", "host RAM", "nothing simpler fits: it crosses the link in tiles of the vocabulary"))
+    return found
+
+
 def _optimizer(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     exact = "8bit" not in plan.optimizer
     why = "the standard choice" + ("; its fp32 state fits" if fits else "")
-    return Reason("optimizer", plan.optimizer, "you asked for it" if context.recipe.optimizer != "auto" else why, exact)
+    why = "you asked for it" if context.recipe.optimizer != "auto" else why
+    if plan.optimizer_place == "device":
+        return Reason("optimizer", plan.optimizer, why, exact)
+    value = f"{plan.optimizer}, masters and state in RAM"
+    return Reason("optimizer", value, "nothing simpler fits: gradients leave layer by layer; the same updates", exact)

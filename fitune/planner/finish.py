@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from fitune.memory.phases import Prediction, needed_bytes
 from fitune.plan import Plan, Reason
 from fitune.planner import explain, ladder, nofit
 from fitune.planner.choose import Tried, base_formats, choose
 from fitune.planner.context import PlanContext
-from fitune.planner.phases import phases_of, predicted_of, with_phases
+from fitune.planner.phases import phases_of, predicted_of
 from fitune.planner.result import PlanResult, predicted_dict
 from fitune.planner.target import Target
 from fitune.units import format_bytes
@@ -46,8 +43,8 @@ def budget_note(target: Target, share: float) -> list[str]:
         return []
     extra = target.overheads
     return [
-        f"besides what is shown the driver's context takes about {format_bytes(extra.context_bytes)} ({extra.source}), "
-        f"and {share:.0%} of the budget stay free for the allocator"
+        f"of the budget the driver's context takes about {format_bytes(extra.context_bytes)} ({extra.source}), "
+        f"and {share:.0%} stay free for the allocator"
     ]
 
 

@@ -1,8 +1,8 @@
 """How several GPUs work together on a job: every way that is accepted is searched, the planner's rule takes one.
 
-A way's candidates are those of one rank (`sharing`), found by the search for one card; their times are of the same step,
-so that they compare with each other and with one GPU alone. The rule is the ladder's: the fastest that fits, within 5 %
-the lowest rung; what the person named (`--parallel`) is the only way that is looked at.
+A way's candidates are those of one rank (`sharing`), found by the search for one card; their times are of the same
+step, so that they compare with each other and with one GPU alone. The rule is the ladder's: the fastest that fits,
+within 5 % the lowest rung; what the person named (`--parallel`) is the only way that is looked at.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fitune.errors import UserError
 from fitune.memory.constants import HEADROOM
 from fitune.memory.phases import needed_bytes
 from fitune.plan import Plan, Reason
-from fitune.planner import choose, finish, ladder, sharing
+from fitune.planner import choose, finish, ladder, sharing, ways
 from fitune.planner.context import REPLAY_MARGIN, PlanContext
 from fitune.planner.phases import phases_of, with_phases
 from fitune.planner.result import PlanResult
-from fitune.planner.sharing import ALL_RECORDS, Layout
+from fitune.planner.ways import ALL_RECORDS, Layout
 from fitune.planner.target import Target, choose_target
 from fitune.recipe import LAYOUTS, QUANTISED_FORMATS, Recipe
 from fitune.units import format_bytes
@@ -115,7 +115,7 @@ def notes_of(context: PlanContext, targets: Sequence[Target]) -> list[str]:
         own = {device.name: device.link_bytes_per_s for device in context.machine.devices}
         notes.append(links.links_of(names, [own.get(name) for name in names]).sentence)
     least, most = (f(targets, key=lambda t: t.budget_bytes) for f in (min, max))
-    if not sharing.alike(names):
+    if not ways.alike(names):
         notes.append(
             f"the GPUs are not alike, and all have equal shares of a step: {least.name} sets the memory, the slowest "
             "one the pace"
@@ -198,6 +198,8 @@ def plan_together(
         return _no_fit(base, outcomes, detailed)
     base.notes += finish.budget_note(chosen[0].context.target, REPLAY_MARGIN if prediction else HEADROOM)
     found, candidate = chosen
+    if ranks is None and found.size < len(targets) and recipe.nproc is None:
+        base.notes.append(f"`fitune train` starts a process for each GPU: add --nproc {found.size}")
     rows = table(outcomes, candidate, recipe)
     others = [c for c in found.found if c is not candidate]
     result = finish.result(found.context, candidate, others, found.tried, fits=True)
@@ -220,7 +222,7 @@ def _chosen(outcomes: list[Outcome], detailed: bool) -> tuple[tuple[Outcome, lad
         if not detailed:
             return (found, best), None
         prediction = phases_of(found.context, best.plan)
-        replayed = best.draft.parallel in sharing.REPLAYED  # sums keep to a lower limit, which the search has met
+        replayed = best.draft.parallel in ways.REPLAYED  # sums keep to a lower limit, which the search has met
         if not replayed or needed_bytes(prediction.most) <= found.context.allowed_bytes:
             return (found, best), prediction
         # as for one GPU: this way once more, with as much less room as the replay needs more
@@ -249,14 +251,14 @@ def _no_fit(base: PlanContext, outcomes: list[Outcome], detailed: bool) -> PlanR
 def _more_effort(found: Outcome) -> dict[str, Any]:
     """A way that fits and was not accepted."""
     best = ladder.ordered(found.found)[0]
-    return {"change": f"more effort: {sharing.named(found.way, found.size)} (--parallel {found.way})",
+    return {"change": f"more effort: {ways.named(found.way, found.size)} (--parallel {found.way})",
             "setting": {"parallel": found.way}, "needs_bytes": best.peak_bytes}  # fmt: skip
 
 
 def _whole(base: PlanContext, found: Outcome, result: PlanResult, rows: list[dict[str, Any]]) -> PlanResult:
     """A rank's result as that of the job: the whole step's records, and the reason for the way."""
     layout = found.context.layout
-    reason = Reason("parallel", sharing.named(result.plan.parallel, layout.size), _why(rows, result.plan))
+    reason = Reason("parallel", ways.named(result.plan.parallel, layout.size), _why(rows, result.plan))
     share = _share_reason(layout, base.recipe.batch)
     reasons = (*result.reasons, reason, *share)
     plan = sharing.settled(result.plan).with_(batch=base.recipe.batch, reasons=reasons, predicted=result.predicted)
@@ -278,7 +280,7 @@ def _share_reason(layout: Layout, batch: int) -> list[Reason]:
 
 
 def table(outcomes: Sequence[Outcome], chosen: ladder.Candidate | None, recipe: Recipe) -> list[dict[str, Any]]:
-    """A row for each way: layout, num_gpus, fits, chosen, bytes per card and per node, time, and why it was not taken."""
+    """A row for each way: layout, GPUs, whether it fits, bytes per card and node, time, and why it was not taken."""
     rows = []
     for found in outcomes:
         context = found.context
@@ -303,18 +305,21 @@ _EMPTY: dict[str, Any] = dict.fromkeys(
 ) | {"fits": False, "chosen": False}  # fmt: skip
 
 
-def _row(context: PlanContext, way: str, candidate: ladder.Candidate, chosen: ladder.Candidate | None) -> dict[str, Any]:
+def _row(
+    context: PlanContext, way: str, candidate: ladder.Candidate, chosen: ladder.Candidate | None
+) -> dict[str, Any]:  # fmt: skip
     plan, target = candidate.plan, context.target
     time = context.step_time(plan)
     extra = target.overheads
     return _EMPTY | {
-        "layout": way, "num_gpus": context.layout.size, "cards": _cards(context), "fits": True, "chosen": candidate is chosen,
+        "layout": way, "num_gpus": context.layout.size, "cards": _cards(context), "fits": True,
+        "chosen": candidate is chosen,
         "needed_bytes": candidate.peak_bytes + extra.context_bytes + extra.workspace_bytes,
         "budget_bytes": target.budget_bytes, "base_format": plan.base_format,
         "step_s": time.step_s if time.basis != "unknown" else None,
         "tokens_per_s": time.tokens_per_s if time.basis != "unknown" else None,
         "exchange_s": time.parts.get("exchange", 0.0),
-        "why": sharing.MEANING[way] if candidate is chosen or chosen is None else _against(candidate, chosen),
+        "why": ways.MEANING[way] if candidate is chosen or chosen is None else _against(candidate, chosen),
     }  # fmt: skip
 
 
@@ -331,7 +336,8 @@ def _against(other: ladder.Candidate, chosen: ladder.Candidate) -> str:
 
 
 def _rejected(found: Outcome) -> dict[str, Any]:
-    row = _EMPTY | {"layout": found.way, "num_gpus": found.size, "cards": _cards(found.context), "budget_bytes": found.context.target.budget_bytes}
+    row = _EMPTY | {"layout": found.way, "num_gpus": found.size, "cards": _cards(found.context)}
+    row |= {"budget_bytes": found.context.target.budget_bytes}
     if found.refused is not None or not found.tried:
         return row | {"why": found.refused or "only streamed"}
     extra = found.context.target.overheads
@@ -358,9 +364,8 @@ def _with_prediction(rows: list[dict[str, Any]], result: PlanResult) -> list[dic
 
 def _why(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
     """What the way is, and the nearest rival's fault."""
-    sentences = [sharing.MEANING[plan.parallel]]
+    sentences = [ways.MEANING[plan.parallel]]
     for row in rows:
         if row["layout"] in ("none", "ddp", "streamed", "fsdp2") and not row["chosen"] and row["why"]:
             sentences.append(f"{row['layout']}: {row['why']}")
     return "; ".join(sentences)
-

@@ -167,17 +167,19 @@ def _card(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Offer |
         return None
     away: dict[str, Any] = {name: None for name in ("vram", "devices") if getattr(context.recipe, name) is not None}
     tried = max(context.target.card_bytes or 0, context.target.budget_bytes)
-    cards = "a card with more memory" if context.layout.size == 1 else f"{context.layout.size} cards with more memory"
+    count = context.layout.size
     larger = [g for g in gpus.all_gpus() if g.usable_bytes > tried and _can_replace(g, context.target)]
     for gpu in sorted(larger, key=lambda g: (_built_in(g), g.usable_bytes, g.launch_price_usd or 1e9)):
-        count = context.layout.size
         setting = {"gpu": gpu.id if count == 1 else f"{gpu.id}:{count}", **away}
         target = choose_target(context.recipe.with_(**setting), hardware.virtual(gpu, count))
         target = replace(target, num_ranks=count)
         if target.budget_bytes < context.changed(context.recipe, target=target).budget_for(least.peak_bytes):
             continue
         if fits_with(context, setting, target=target, base_format=_same_format(draft)) is not None:
-            return _offer(f"{cards}: {gpu.name} ({format_bytes(gpu.usable_bytes)})", setting, least)
+            size = format_bytes(gpu.usable_bytes)
+            several = f"{count} cards with more memory: {gpu.name} ({size})"
+            change = f"a card with more memory: {gpu.name} ({size})" if count == 1 else several
+            return _offer(change, setting, least)
     return None
 
 

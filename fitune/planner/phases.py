@@ -10,7 +10,7 @@ from fitune.memory.phases import predict as predict_phases
 from fitune.memory.replay import StepTerms
 from fitune.plan import Plan
 from fitune.planner import facts as model_facts
-from fitune.planner import placement, sharing
+from fitune.planner import placement, ways
 from fitune.planner.context import PlanContext
 from fitune.planner.jobs import Job
 from fitune.planner.result import PlanResult
@@ -34,7 +34,7 @@ def phases_of(context: PlanContext, plan: Plan, *, briefly: bool = False) -> Pre
 
 def _whole_terms(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> StepTerms:
     """Terms of the whole model, where a rank's are of a part of it: files and checkpoints are the whole one's."""
-    if plan.parallel in sharing.REPLAYED:
+    if plan.parallel in ways.REPLAYED:
         return terms
     whole = placement.resident(plan)
     rows = context.num_rows(whole)

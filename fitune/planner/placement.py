@@ -21,8 +21,8 @@ from fitune.memory.replay import LayerParts, Part, PassParts, StepTerms
 from fitune.memory.script import placement_of
 from fitune.memory.terms import together
 from fitune.plan import Plan
-from fitune.planner import sharing
-from fitune.planner.ladder import TermsOf
+from fitune.planner import sharing, ways
+from fitune.planner.ladder import SMALLEST_CHUNK, TermsOf
 
 if TYPE_CHECKING:
     from fitune.memory.sequence import Script
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LEVELS = (0.0, 0.25, 0.5, 0.75)  # shares of the layers whose weights stay on the card
 TILE_TOKENS = 2048  # of a piece of a tiled MLP, at most: enough for full speed of its products
 FEWEST_TILES = 4
-HEAD_CHUNK = 1024  # tokens of a loss chunk where logits are made a tile of the vocabulary at a time
+MOST_HEAD_CHUNK = 1024
 
 
 def is_placed(plan: Plan) -> bool:
@@ -71,14 +71,20 @@ def drafts(draft: Plan) -> Iterator[Plan]:
                                   offload_inputs=offload)  # fmt: skip
 
 
-def tight_drafts(draft: Plan, width: int, has_mlp: bool, fixed_chunk: bool) -> Iterator[list[Plan]]:
+def head_chunk(hidden_size: int) -> int:
+    """Tokens of a loss chunk where logits are made a tile of the vocabulary at a time: a tile's logits (8 bytes each)
+    take no more than the tile itself (two bytes per weight)."""
+    return max(SMALLEST_CHUNK, min(MOST_HEAD_CHUNK, hidden_size // 4))
+
+
+def tight_drafts(draft: Plan, width: int, has_mlp: bool, chunk: int) -> Iterator[list[Plan]]:
     """Drafts for where none of `drafts` fits, in groups of which a later one is for where the former does not: a gated
     MLP in pieces of tokens; then the head in host memory too; then the adapters' masters and state.
 
     Args:
         width: tokens of the widest row.
         has_mlp: some layer has a gated MLP that can run in pieces.
-        fixed_chunk: the person chose the loss chunk; else it is larger where logits are made in tiles.
+        chunk: tokens of a loss chunk where logits are made in tiles (`head_chunk`, or what the person chose).
     """
     if draft.device != "cuda" or draft.method != "lora":
         return
@@ -86,7 +92,6 @@ def tight_drafts(draft: Plan, width: int, has_mlp: bool, fixed_chunk: bool) -> I
     tiled = draft.with_(mlp_tiles=tiles)
     if has_mlp:
         yield [placed for placed in drafts(tiled) if placed.offload_inputs]
-    chunk = draft.loss_chunk if fixed_chunk else max(draft.loss_chunk, HEAD_CHUNK)
     lean = [placed.with_(head_place="host", loss_chunk=chunk) for placed in drafts(tiled)
             if placed.offload_inputs and placed.resident_layers == 0]  # fmt: skip
     yield lean
@@ -234,7 +239,7 @@ def streamed(terms: StepTerms, plan: Plan) -> StepTerms:
 
 def script_of(context: PlanContext, plan: Plan) -> Script | None:
     """The events of a plan's step; None where they are not known."""
-    if plan.parallel not in sharing.REPLAYED:
+    if plan.parallel not in ways.REPLAYED:
         return None
     if plan.optimizer_place != "device":
         _check_adapters(plan)
@@ -372,7 +377,8 @@ def settled(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> P
     tables = table * ((plan.embedding_place == "host") + (plan.head_place == "host"))
     ranks = context.layout.per_node  # of one machine: tables and streamed weights are there once for all of them
     always = tables + ranks * (PROCESS_BYTES["linux", "cuda"] + inputs + 2 * masters + state)
-    pinned = ranks * (inputs + masters) + (table if plan.head_place == "host" else 0)  # of masters the gradients, on their way
+    head = table if plan.head_place == "host" else 0
+    pinned = ranks * (inputs + masters) + head  # of masters the gradients, on their way
     weights = streamed_bytes(terms, plan)
     if always > target.ram_bytes or pinned > target.pinned_bytes:
         return None

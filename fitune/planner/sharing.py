@@ -1,74 +1,23 @@
-"""How several GPUs share one step (`Plan.parallel`), as a search for a plan sees it: which ways there are, what each
-changes in a draft and in its terms, and which jobs it cannot do. Which way is taken is `planner.layouts`'."""
+"""How several GPUs share one step, as a search for a plan sees it: what each of `planner.ways` changes in a draft and in
+its terms, and which jobs it cannot do. Which one is taken is `planner.layouts`'."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fitune.memory import layouts as memory_layouts
-from fitune.memory.layouts import DATA_PARALLEL, Ends
+from fitune.memory.layouts import Ends
 from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import StepTerms
-from fitune.parallel.world import SAME_RECORDS
 from fitune.plan import Plan
+from fitune.planner.ways import FLAT_OPTIMIZERS, PACKED, ZERO, Layout
 from fitune.recipe import Recipe
-
 from fitune.speed.together import is_cut_by_outputs
 
 if TYPE_CHECKING:
     from fitune.planner.context import PlanContext
     from fitune.planner.ladder import TermsOf
-
-ZERO = ("zero1", "zero2", "zero3")
-ALL_RECORDS = ("none", *SAME_RECORDS)  # every rank works on all records of a step
-FLAT_OPTIMIZERS = ("adamw", "sgd", "lion")  # those whose state can be cut anywhere (fitune.parallel.sharded)
-PACKED = "DeepSpeed cannot shard packed weights"
-REPLAYED = ("none", "ddp", "streamed")  # a rank's step is that of one GPU, which is known event for event
-
-MEANING = {
-    "none": "one GPU alone",
-    "ddp": "every GPU holds the weights and works on its share of the records",
-    "streamed": "all GPUs of a machine stream the same copy of the weights from its RAM",
-    "fsdp2": "every GPU holds its part of each layer's weights; a layer is put together when it runs",
-    "zero1": "every GPU holds the weights and its part of the optimizer's state (DeepSpeed)",
-    "zero2": "every GPU holds the weights, and its part of the gradients and of the optimizer's state (DeepSpeed)",
-    "zero3": "every GPU holds its part of weights, gradients and optimizer's state (DeepSpeed)",
-    "tp": "every GPU holds a part of each layer's heads and widths, and works on all records",
-    "pp": "every GPU holds a range of the layers; micro-batches pass from one to the next",
-    "cp": "every GPU works on a slice of each row's tokens; only attention sees all of them",
-}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A way of `MEANING` on `size` GPUs. ddp and streamed are one way here: a draft of ddp streams where that is better,
-    unless the person named one of them.
-
-    Attributes:
-        names: of the cards, one for each rank.
-        per_node: ranks on one machine, which share its RAM.
-        batch: records of a whole step; a rank's drafts have its own share.
-    """
-
-    way: str = "none"
-    size: int = 1
-    names: tuple[str, ...] = ()
-    per_node: int = 1
-    batch: int | None = None
-
-    @property
-    def shares_records(self) -> bool:
-        return self.way in DATA_PARALLEL
-
-    def share(self, batch: int) -> int:
-        """The most records of a step that a rank has."""
-        return -(-batch // self.size) if self.shares_records else batch
-
-
-ALONE = Layout()
-
 
 def drafted(draft: Plan, layout: Layout, recipe: Recipe) -> Plan:
     """A draft for one GPU as each of a layout's ranks has it."""
@@ -169,13 +118,5 @@ def refused(context: PlanContext, way: str, size: int) -> str | None:
 
 
 def settled(plan: Plan) -> Plan:
-    """A chosen rank's plan with what its engine wants: tensor parallel cuts the embedding, which is on the card then."""
+    """A chosen rank's plan with what its engine wants: tensor parallel cuts the embedding and has it on the card."""
     return plan.with_(embedding_place="device") if plan.parallel == "tp" else plan
-
-
-def named(way: str, size: int) -> str:
-    return way if way == "none" else f"{way} on {size} GPUs"
-
-
-def alike(names: Sequence[str]) -> bool:
-    return len(set(names)) <= 1

@@ -17,6 +17,7 @@ from fitune.units import format_bytes, from_gib
 
 RAM_SHARE = 0.9
 """Share of the available RAM that a run may plan with; the rest is for Python, the data and the system."""
+OLDEST_OF_ALL_WHEELS = (7, 5)  # older cards need torch's CUDA 12.6 build (fitune.hardware.torch_build)
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -110,7 +111,7 @@ def _on_card(recipe: Recipe, device: Device, machine: Machine, notes: list[str])
     ram = int(machine.ram_available_bytes * RAM_SHARE)
     if recipe.ram is not None:
         asked = from_gib(recipe.ram)
-        if asked > machine.ram_available_bytes:
+        if asked > machine.ram_available_bytes and not virtual:
             there = format_bytes(machine.ram_available_bytes)
             notes.append(f"--ram {recipe.ram:g} changes nothing: {there} of RAM are available")
         ram = min(ram, asked)
@@ -144,6 +145,21 @@ def capability(device: Device | Gpu) -> tuple[int, int] | None:
     """CUDA compute capability; None for other makers' cards."""
     major, _, minor = device.compute_capability.partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def notes_on(gpu: Gpu) -> tuple[str, ...]:
+    """What a person should know before relying on this card."""
+    notes = []
+    cuda = capability(gpu)
+    if gpu.vendor == "AMD":
+        notes.append("AMD: ROCm build of torch, not tested with fitune")
+    elif cuda is not None and cuda < OLDEST_OF_ALL_WHEELS:
+        notes.append("needs torch's CUDA 12.6 build, the last one for this card")
+    if gpu.memory_kind == "shared":
+        notes.append("memory shared with the processor; not tested")
+    if "laptop" in gpu.id:
+        notes.append("laptop: clock and speed depend on its power limit")
+    return tuple(notes)
 
 
 def _cpu(recipe: Recipe, machine: Machine) -> Target:

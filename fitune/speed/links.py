@@ -19,8 +19,8 @@ NVLINK_SHARE = 0.75
 PCIE_SHARE = 0.7
 """Of a pinned copy's rate that a collective over PCIe reaches where cards read each other's memory."""
 THROUGH_HOST_SHARE = 0.4
-"""The same where they cannot (GeForce cards from the 40 series on have no peer-to-peer in NVIDIA's driver; of older ones
-it depends on the board): every byte is written to host memory and read again."""
+"""The same where they cannot (GeForce cards from the 40 series on have no peer-to-peer in NVIDIA's driver; of older
+ones it depends on the board): every byte is written to host memory and read again."""
 EXCHANGE_LATENCY_S = 30e-6
 """Of one collective: launches and the first bytes' way."""
 SOCKET_GB_PER_S = 80.0

@@ -104,7 +104,7 @@ def _gathered(
 
 
 def is_cut_by_outputs(linear: Linear) -> bool:
-    """Queries, keys, values, gates: by their outputs; what follows them, and gives hidden states again, by its inputs."""
+    """Queries, keys, values, gates: by their outputs; what makes hidden states of these again: by its inputs."""
     return linear.reads_input or linear.outputs > linear.inputs
 
 

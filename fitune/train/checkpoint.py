@@ -179,7 +179,7 @@ def _write_files(folder: Path, tensors: Tensors, suffix: str) -> dict[str, dict[
     return files
 
 
-def _write_numbers(folder: Path, form: int, step: int, values: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+def _write_numbers(folder: Path, form: int, step: int, values: dict[str, Any], files: dict[str, Any]) -> None:
     _write_file(folder / _VALUES, json.dumps({"format": form, "step": step, "values": values}).encode())
     content = {"format": form, "step": step, "files": files | {_VALUES: _entry(folder / _VALUES)}}
     _write_file(folder / _MANIFEST, json.dumps(content, indent=1).encode())

@@ -27,12 +27,14 @@ class MemoryFailure:
         source: who said so: torch, driver, cublas, cudnn, nccl, bitsandbytes, pinned, cpu, python, kernel, rank.
         line: its own words, one line.
         fatal: the process cannot go on with this device (a broken communicator, a library that ended the process).
+        untold: the other ranks could not be told.
     """
 
     where: str
     source: str
     line: str
     fatal: bool = False
+    untold: bool = False
 
 
 # (source, where, fatal, pattern), the first match wins. All are searched in lower case, line by line.

@@ -145,7 +145,7 @@ def _vote(active: Run, engine: Engine, failure: MemoryFailure) -> MemoryFailure:
     try:
         engine.ranks.drain()
     except (RuntimeError, MemoryError):  # no way to meet the others again but in new processes
-        return dataclasses.replace(failure, fatal=True)
+        return dataclasses.replace(failure, fatal=True, untold=True)
     return active.agree(failure) or failure
 
 
@@ -257,7 +257,7 @@ def replan(active: Run, failure: MemoryFailure, phase: str) -> Plan:
             EXIT_DOES_NOT_FIT,
         )
     plan, change = found
-    number = store_plan(active, plan)
+    number = store_plan(active, plan, anyone=failure.untold)
     longest = _longest(active) if phase == "step" else None
     active.emit("replan", step=active.step + 1, number=number, change=change, cause=failure.line, where=failure.where,
                 phase=phase, longest_row=longest)  # fmt: skip
@@ -266,10 +266,11 @@ def replan(active: Run, failure: MemoryFailure, phase: str) -> Plan:
     return plan
 
 
-def store_plan(active: Run, plan: Plan) -> int:
-    """Write the plan that is in force from now on beside the first one; its number."""
+def store_plan(active: Run, plan: Plan, *, anyone: bool = False) -> int:
+    """Write the plan that is in force from now on beside the first one; its number. The first rank writes, where not
+    `anyone` must, who alone knows why."""
     active.plan = plan
-    return active.folder.store_plan(plan, write=active.group.is_leader)
+    return active.folder.store_plan(plan, write=active.group.is_leader or anyone)
 
 
 def _longest(active: Run) -> int | None:

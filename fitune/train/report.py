@@ -17,6 +17,7 @@ from fitune.errors import UserError
 from fitune.files import atomic_write
 from fitune.train.report_charts import Points, Series, line_chart, smooth
 from fitune.train.report_memory import main_field, measured_peaks, memory_section, percent, predicted_peaks
+from fitune.train.report_plan import listed, plan_section, techniques_section
 from fitune.train.report_text import LANGUAGES, Words
 from fitune.train.run_folder import RunFolder, RunInfo, number
 from fitune.units import format_bytes, format_count
@@ -30,7 +31,7 @@ def write_report(run: RunFolder, lang: str = "en") -> Path:
     """Writes `report.html` from what stands in the run's folder, at any moment of a run.
 
     Args:
-        lang: `en` or `zh`. What the planner and the data say stays as it was recorded.
+        lang: `en` or `zh`. What the data says stays as it was recorded.
 
     Raises:
         UserError: another language, an unreadable plan or event log, or the page cannot be written.
@@ -290,38 +291,11 @@ def _memory(view: _View) -> str:
 
 
 def _plan(view: _View) -> str:
-    words, rows = view.words, ""
-    lang = ' lang="en"' if words.lang != "en" else ""
-    for reason in view.plan.get("reasons") or []:
-        mark, css, sign = ("exact", "good", "=") if reason.get("exact", True) else ("approximate", "warn", "≈")
-        rows += (
-            f'<tr><th scope="row">{escape(words.decision(str(reason.get("decision"))))}</th>'
-            f"<td>{escape(str(reason.get('value', '')))}</td>"
-            f'<td><span class="mark {css}">{sign} {escape(words(mark))}</span></td>'
-            f"<td{lang}>{escape(str(reason.get('why', '')))}</td></tr>"
-        )
-    head = "".join(f'<th scope="col">{escape(words(key))}</th>' for key in ("decision", "value", "exactness", "why"))
-    table = f'<table class="stack"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    body = f"<p>{escape(words('plan_text'))}</p>{table}" if rows else f"<p>{escape(words('no_reasons'))}</p>"
-    fields = ""
-    for name, value in view.plan.items():
-        if name not in ("reasons", "predicted"):
-            fields += f"<dt>{escape(words.decision(name))}</dt><dd>{_field(name, value, words)}</dd>"
-    return f"{body}<details><summary>{escape(words('whole_plan'))}</summary><dl class='facts'>{fields}</dl></details>"
+    return plan_section(view.plan, view.words)
 
 
-def _field(name: str, value: Any, words: Words) -> str:
-    if value is None:
-        return f'<span class="muted">{escape(words("none"))}</span>'
-    if name.endswith("_bytes") and (size := number(value)) is not None:
-        return format_bytes(size)
-    if isinstance(value, dict):
-        return escape("; ".join(f"{k} {_listed(v)}" for k, v in value.items()))
-    return escape(_listed(value))
-
-
-def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _techniques(view: _View) -> str:
+    return techniques_section(view.of("techniques"), view.words)
 
 
 def _speed(view: _View) -> str:
@@ -361,10 +335,10 @@ def _data(view: _View) -> str:
     data, facts = events[-1], []
     for key in ("layout", "template"):
         if data.get(key) is not None:
-            facts.append((words(key), _listed(data[key])))
+            facts.append((words(key), listed(data[key])))
     lengths = data.get("lengths")
     if isinstance(lengths, dict):
-        facts.append((words("lengths"), " · ".join(f"{words.known(k)} {_listed(v)}" for k, v in lengths.items())))
+        facts.append((words("lengths"), " · ".join(f"{words.known(k)} {listed(v)}" for k, v in lengths.items())))
     dropped = data.get("dropped")
     if isinstance(dropped, dict):
         facts.append((words("dropped"), " · ".join(f"{k}: {v}" for k, v in dropped.items()) or words("none")))
@@ -449,6 +423,7 @@ _SECTIONS: tuple[tuple[str, str, Callable[[_View], str]], ...] = (
     ("next", "next", _next),
     ("memory", "memory", _memory),
     ("plan", "plan", _plan),
+    ("techniques", "techniques", _techniques),
     ("speed", "speed_title", _speed),
     ("data", "data", _data),
     ("recipe", "recipe", _recipe),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fitune.model.build import Built
     from fitune.model.source import ModelSource
     from fitune.parallel.world import Single
-    from fitune.planner import PlanResult
+    from fitune.planner import DataFacts, PlanResult
     from fitune.planner.layouts import Ranks
 
 
@@ -114,14 +114,29 @@ def plan_session(session: Session, *, detailed: bool = True, ranks: Ranks | None
     """
     from fitune import hardware
     from fitune.planner import make_plan
+
+    alone = session.recipe if ranks is not None else session.recipe.with_(nproc=1)
+    return make_plan(alone, hardware.probe(), config=session.config, data=_facts(session), detailed=detailed,
+                     ranks=ranks)  # fmt: skip
+
+
+def techniques_of(session: Session, plan: Plan) -> list[dict[str, Any]]:
+    """What each technique that one process' plan uses saves in this job (`planner.effects`)."""
+    from fitune import hardware
+    from fitune.planner.context import open_context
+    from fitune.planner.effects import effects
+
+    recipe = session.recipe.with_(nproc=1)
+    context = open_context(recipe, hardware.probe(), config=session.config, data=_facts(session))
+    return [effect.as_dict() for effect in effects(context, plan, used_only=True)]
+
+
+def _facts(session: Session) -> DataFacts:
     from fitune.planner.lengths import facts_of
     from fitune.planner.positions import effective_seq_len
 
-    recipe = session.recipe
-    seq_len, _ = effective_seq_len(recipe, session.config)
-    facts = facts_of(session.data.train, session.data.eval, recipe.batch, seq_len)
-    alone = recipe if ranks is not None else recipe.with_(nproc=1)
-    return make_plan(alone, hardware.probe(), config=session.config, data=facts, detailed=detailed, ranks=ranks)
+    seq_len, _ = effective_seq_len(session.recipe, session.config)
+    return facts_of(session.data.train, session.data.eval, session.recipe.batch, seq_len)
 
 
 def require_fit(result: PlanResult) -> Plan:

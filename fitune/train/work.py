@@ -63,6 +63,8 @@ def _attempt(active: Run, resumed: bool) -> str:
     meter = Meter(active.plan.device)
     if not active.events_of("data"):
         _emit_data(active)
+        if active.group.size == 1:
+            active.emit("techniques", used=sessions.techniques_of(active.session, active.plan))
     engine, loaded = _load(active, meter)
     seed(active.plan.seed)  # ours come from counters; a model's own dropout, say, takes torch's
     if resumed:

@@ -16,9 +16,9 @@ from fitune import recipe as recipes
 from fitune.catalog import gpus
 from fitune.cli import render_gpus, words_gpus
 from fitune.cli.main import main
-from fitune.cli.sentences import translated
 from fitune.cli.words import Words
 from fitune.planner import advise
+from fitune.planner.sentences import translated
 
 MODEL = "meta-llama/Llama-3.1-8B"
 

@@ -28,8 +28,16 @@ TYPED = {
     "recompute": "12", "loss_chunk": "128", "gpu": "rtx3080", "devices": "0", "nproc": "2",
     "parallel": "ddp", "vram": "10", "ram": "16GiB",
     "save_every": "5", "eval_every": "6", "keep_checkpoints": "3", "on_nan": "skip",
-    "log_to": "tensorboard,wandb", "out": "o",
+    "log_to": "tensorboard,wandb", "out": "o", "effort": "any", "lang": "zh", "offload_params": "cpu",
+    "offload_optimizer": "nvme", "offload_folder": "f",
 }  # fmt: skip
+
+
+# Settings that are refused without another one.
+TOGETHER = {
+    "offload_params": {"parallel": "zero3"},
+    "offload_optimizer": {"parallel": "zero3", "offload_folder": "f"},
+}
 
 
 def parse(command: click.Command, *arguments: str) -> dict:
@@ -54,9 +62,10 @@ def test_option_reaches_the_recipe(name: str):
     params = parse(train_command, "smollm2", *typed_arguments(name))
     settings = given({key: value for key, value in params.items() if key in Recipe.model_fields and key != "model"})
     assert list(settings) == [name]
-    recipe = make_recipe("smollm2", settings)
+    more = TOGETHER.get(name, {})
+    recipe = make_recipe("smollm2", settings | more)
     assert getattr(recipe, name) != Recipe.model_fields[name].default
-    assert set(recipe.as_dict()) == {"model", name}
+    assert set(recipe.as_dict()) == {"model", name, *more}
 
 
 def test_nothing_given_is_the_default_recipe():

@@ -12,8 +12,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fitune.cli import render, render_plan
-from fitune.cli.sentences import _TABLE, duration, translated
 from fitune.planner import make_plan, nofit
+from fitune.planner.sentences import _TABLE, duration, translated
 from tests.planner import case
 
 # On a small model, whose steps are traced in no time.
@@ -54,13 +54,13 @@ def test_every_sentence_is_translated(plans):
         said = [text for r in result["reasons"] for text in (r["decision"], str(r["value"]), r["why"])]
         said += [*result["notes"], *(offer["change"] for offer in result["nearest_fits"])]
         missing |= {text for text in said if not is_chinese(translated(text, "zh"))}
-    assert not missing, "no Chinese in fitune/cli/sentences.py for:\n" + "\n".join(sorted(missing))
+    assert not missing, "no Chinese in fitune/planner/sentences.py for:\n" + "\n".join(sorted(missing))
 
 
 # Where sentences are made that a plan shows: reasons, notes, offers, ways of several GPUs.
 FITUNE = Path(render.__file__).parents[1]
 SPEAKING = (
-    "planner/explain.py", "planner/layouts.py", "planner/sharing.py", "planner/finish.py", "planner/nofit.py",
+    "planner/explain.py", "planner/layouts.py", "planner/sharing.py", "planner/ways.py", "planner/finish.py", "planner/nofit.py",
     "planner/target.py", "planner/positions.py", "planner/lengths.py", "planner/advise.py", "planner/context.py",
     "speed/links.py", "memory/host.py", "memory/constants.py", "hardware/nvidia.py",
 )  # fmt: skip
@@ -98,7 +98,7 @@ def sentences_of(source: str) -> set[str]:
 def test_every_sentence_in_the_source_is_translated(file):
     said = sentences_of((FITUNE / file).read_text(encoding="utf-8"))
     missing = {text for text in said if not is_chinese(translated(text.replace("?", "7"), "zh"))}
-    assert not missing, "no Chinese in fitune/cli/sentences.py for:\n" + "\n".join(sorted(missing))
+    assert not missing, "no Chinese in fitune/planner/sentences.py for:\n" + "\n".join(sorted(missing))
 
 
 def test_a_new_sentence_would_be_missed():

@@ -56,13 +56,15 @@ ADAPTERS = {
     "8-bit state": dict(clip=0.1, optimizer="adamw8bit", **NF4),
     "dora": dict(adapter=tiny.Adapter(4, 8, 0.0, "none", ("all-linear",), dora=True), **NF4),
     "trained biases": dict(adapter=tiny.Adapter(4, 8, 0.0, "all", ("q_proj",)), clip=0.1, **NF4),
-}
+    "fused experts, streamed base": dict(
+        adapter=tiny.Adapter(4, 8, 0.0, "none", ("q_proj", "experts")), clip=0.1, **NF4, **STREAMED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", ADAPTERS)
 def test_adapters_are_updated_as_on_the_device(models, way):
     """To the bit."""
-    name = "qwen3_moe" if way == "streamed base" else "llama"
+    name = "qwen3_moe" if "streamed base" in way else "llama"
     model = tiny.reference("qwen2") if way == "trained biases" else models[name]
     device = {k: v for k, v in ADAPTERS[way].items() if k not in STREAMED}
     assert_same_training(trained(made(model, **ADAPTERS[way], **HOST)), trained(made(model, **device)))

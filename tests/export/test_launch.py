@@ -48,6 +48,8 @@ def test_what_cannot_run_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="64 GPUs cannot share a batch of 16"):
         write_launch(recipe(tmp_path), tmp_path / "launch", nodes=8, gpus=8, gpu_name="A100")
     assert not (tmp_path / "launch").exists()
+    together = recipe(tmp_path, parallel="cp")  # all GPUs work on the same records
+    assert len(write_launch(together, tmp_path / "launch", nodes=8, gpus=8, gpu_name="A100")) == 3
 
 
 def test_the_command(fitune_command: Any, tmp_path: Path):

@@ -6,7 +6,6 @@ import functools
 
 import pytest
 
-from fitune.memory.cut import NotRegular
 from fitune.memory.pieces import Placement
 from fitune.memory.replay import peaks
 from fitune.memory.script import placement_of
@@ -103,8 +102,22 @@ def test_placement_of_a_plan():
     assert placement_of(cuda_plan(config)) == Placement()
 
 
-def test_what_is_not_traced_says_so():
+def test_a_head_in_host_memory_and_micro_batches_together():
+    """The tails of all of them are as one micro-batch's of all their rows: no more than a chunk's difference."""
     config = tiny.config_of("llama", num_hidden_layers=LAYERS)
-    tracer = Tracer(config, cuda_plan(config, head_place="host", **TOGETHER))
-    with pytest.raises(NotRegular, match="through each tile of it"):
-        tracer.terms(*SHAPE)
+    plan = cuda_plan(config, head_place="host", **STREAM, **TOGETHER)
+    tracer, whole = Tracer(config, plan), WholeModel(config, plan)
+    actual = whole.peak(whole.step(*SHAPE, 6, 3))
+    events = tracer.step_events(*SHAPE, recompute_layers=6, accumulates=True, first_step=True)
+    assert whole.peak([e for e in events if e.part != "load"]) == pytest.approx(actual, rel=0.002)
+    assert not {e.part for e in events if e.label.startswith("hidden states")} - {
+        "forward",
+        "embed",
+        "tail",
+        "backward",
+    }
+    dead = {e.block for e in events if e.num_bytes < 0}
+    left = {e.owner for e in events if e.num_bytes > 0 and e.block not in dead}
+    assert left <= {"weights", "adapters", "workspace", "optimizer", "stream", "inputs"}
+    found = peaks(tracer.terms(*SHAPE), 6)
+    assert found.step - found.save == pytest.approx(actual, rel=0.01)

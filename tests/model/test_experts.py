@@ -67,3 +67,86 @@ def test_what_counts_as_fused_experts():
     experts.weight = nn.Parameter(torch.randn(2, 4, 4))
     assert has_fused_experts(experts)
     assert not has_fused_experts(convolution) and not has_fused_experts(nn.Linear(4, 4))
+
+
+EXPERTS = tiny.Adapter(3, 6, 0.0, "none", ("q_proj", "experts"))
+
+
+@pytest.fixture
+def with_adapters():
+    """(our engine, peft's model) with the same adapters on fused experts, away from zero."""
+
+    def make(name, tmp_path, **changes):
+        import peft
+
+        from fitune.model.adapter_io import write_adapter
+
+        model = tiny.reference(name, num_hidden_layers=2)
+        engine = engine_on(model, adapter=EXPERTS, recompute_layers=1, **changes)
+        tensors = engine.built.trainable()
+        for number, tensor in enumerate(tensors.values()):
+            tensor.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(number))
+        write_adapter(tmp_path / "adapter", EXPERTS, tensors, base_model="tiny")
+        theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+        return engine, theirs, tensors
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_adapters_of_experts_are_pefts(name, tmp_path, with_adapters):
+    """Files that peft reads, and the same loss and gradients."""
+    from fitune.model.adapter_io import read_adapter
+    from tests.engine.test_step import gradients
+
+    engine, theirs, tensors = with_adapters(name, tmp_path)
+    back, read = read_adapter(tmp_path / "adapter")
+    assert set(read) == set(tensors) and all(torch.equal(read[n], t) for n, t in tensors.items())
+    assert set(back.targets) == {"q_proj", "experts.gate_up_proj", "experts.down_proj"}
+    batch = tiny.padded(tiny.records(2))
+    loss, ours = gradients(engine, [batch])
+    ids, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.targets)
+    logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
+    expected = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    from fitune.model.adapter_io import _our_name
+
+    found = {}
+    for full, p in theirs.named_parameters():
+        if p.requires_grad:
+            found[_our_name(full.replace(".default", ""), tmp_path, list(back.targets[1:]))] = p.grad
+    assert set(found) == set(ours)
+    for key, grad in ours.items():
+        assert (found[key] - grad).norm() <= 2e-4 * grad.norm() + 1e-9, key
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_merged_experts_are_what_the_adapter_adds(name, tmp_path, with_adapters):
+    from fitune.model.merge import _merged_experts, _Place
+
+    engine, _, tensors = with_adapters(name, tmp_path)
+    (experts,) = engine.built.experts_of(0)
+    for leaf, packed in experts.packed.items():
+        adapter = experts.adapters[leaf]
+        with torch.no_grad():
+            expected = adapter.added_to(packed.tensors["weight"], is_own=False)
+        made = _merged_experts(packed.tensors["weight"], EXPERTS, adapter.lora_A.detach(), adapter.lora_B.detach(),
+                               adapter.transposed, torch.float32, _Place())  # fmt: skip
+        assert torch.allclose(made, expected, atol=1e-6) and not torch.equal(made, packed.tensors["weight"])
+
+
+def test_experts_are_adapted_only_where_they_are_named():
+    plan = tiny.make_plan()
+    engine = engine_on(tiny.reference("qwen3_moe", num_hidden_layers=2), adapter=plan.adapter)
+    assert not any("experts" in name for name in engine.built.trainable())
+
+
+@pytest.mark.parametrize("changes", [dict(dropout=0.1), dict(dora=True)])
+def test_what_experts_cannot_have(changes):
+    import dataclasses
+
+    from fitune.errors import UserError
+
+    with pytest.raises(UserError, match="cannot adapt fused experts like this"):
+        engine_on(tiny.reference("qwen3_moe", num_hidden_layers=2), adapter=dataclasses.replace(EXPERTS, **changes))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fitune import recipe as recipes
 from fitune.engine.engine import Engine
@@ -151,17 +150,19 @@ def test_activations_are_shared_out():
     assert used[1] / used[0] == pytest.approx(1 / 2, abs=0.1) and used[2] / used[0] == pytest.approx(1 / 4, abs=0.1)
 
 
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=4.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "plan", "why"),
     [
         ({}, dict(attention="native"), "its attention is code of its own"),
-        (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8,
-                                   original_max_position_embeddings=64, factor=4.0)), {}, "depend on the length of the row"),
+        (dict(rope_parameters=LONGROPE), {}, "depend on the length of the row"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], plan: dict[str, Any], why: str):
     built = build(tiny.config_of("llama", **changes), plan_of(), "meta")
     with pytest.raises(UserError) as caught:
         check_context(built, plan_of(**plan))
     assert caught.value.what == "rows of LlamaForCausalLM cannot be cut into slices (--parallel cp)"
-    assert why in caught.value.why and torch.is_grad_enabled()
+    assert why in caught.value.why

@@ -89,6 +89,6 @@ def test_loading_takes_little_beside_what_stays(model: Path, way: str, base_form
     # A tensor as it is read and one piece of it being packed, on each rank that packs: no share of the model.
     assert peak - stays <= 0.15 * copy + (24 << 20), figures
     if way == "streamed":
-        assert stays <= 1.05 * copy + (8 << 20), figures
+        assert stays <= 1.05 * copy + (24 << 20), figures  # the ranks' own libraries, first used here
         if base_format == "bf16":
             assert peak <= 1.15 * copy, figures

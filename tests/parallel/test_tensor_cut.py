@@ -52,10 +52,12 @@ def test_parts_of_a_packed_weight_have_its_values(format: str, axis: int, double
     assert sum(part.num_bytes() for part in parts) <= packed.num_bytes() * (1.0 if kept else 1.1) + constants
 
 
-def test_a_part_is_dropped_as_in_the_whole():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_part_is_dropped_as_in_the_whole(device: str):
     x, keys = torch.randn(5, 12), torch.arange(5, dtype=torch.int32) * 7919
     whole = dropout.apply(x, 0.5, keys, 3)
-    assert torch.equal(dropout.apply(x[:, 4:9], 0.5, keys, 3, first=4), whole[:, 4:9])
+    part = dropout.apply(x[:, 4:9].to(device), 0.5, keys.to(device), 3, first=4, on_cuda=device == "cuda")
+    assert torch.equal(part.cpu(), whole[:, 4:9])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,6 +22,8 @@ PLACES = {
     "both": dict(stream_from="pinned", resident_layers=2, offload_inputs=True),
     "layer by layer": dict(stream_from="pinned", resident_layers=0, accumulation_order="layer-major"),
     "all of it": dict(stream_from="disk", resident_layers=0, accumulation_order="layer-major", offload_inputs=True),
+}
+TIGHT = {
     "tiles": dict(mlp_tiles=4, offload_inputs=True),
     "head": dict(head_place="host", stream_from="pinned", resident_layers=2),
     "head, layer by layer": dict(
@@ -59,8 +61,17 @@ def peak_of_step(whole, recompute, micro_batches):
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 def test_the_sum_is_the_engines_step(place, base_format):
     """Sums and events lie within 1 % of the whole step on meta, and hardly below it."""
+    assert_as_the_engine(place, base_format, [(6, 1), (6, 3), (3, 1), (0, 2)])
+
+
+@pytest.mark.parametrize("place", TIGHT.values(), ids=TIGHT.keys())
+def test_what_a_tight_plan_needs_is_the_engines_step(place):
+    assert_as_the_engine(place, "nf4", [(6, 3)])
+
+
+def assert_as_the_engine(place, base_format, runs):
     conf = config(num_hidden_layers=6)
-    for recompute, micro_batches in ((6, 1), (6, 3), (3, 1), (0, 2)):
+    for recompute, micro_batches in runs:
         plan = cuda_plan(conf, base_format=base_format, micro_batch=ROWS, batch=ROWS * micro_batches, seq_len=COLUMNS,
                          loss_chunk=CHUNK, recompute_layers=recompute, **place)  # fmt: skip
         whole = WholeModel(conf, plan)

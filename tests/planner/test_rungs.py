@@ -136,6 +136,15 @@ RUNGS = {
 }
 
 
+TIGHT = {
+    "tiles": dict(offload_inputs=True, mlp_tiles=4),
+    "head": dict(stream_from="pinned", resident_layers=0, offload_inputs=True, mlp_tiles=4, head_place="host"),
+    "masters": dict(
+        stream_from="pinned", resident_layers=0, offload_inputs=True, mlp_tiles=4, head_place="host",
+        optimizer_place="host"),
+}  # fmt: skip
+
+
 def losses(**changes):
     """Of two optimizer steps that the engine makes under a plan."""
     import torch
@@ -173,3 +182,43 @@ def test_every_rung_that_is_planned_is_one_the_engine_is_tested_with():
         for r in RUNGS.values()
     }
     assert kinds == tested
+
+
+def test_the_engine_runs_every_tight_rung_with_the_same_losses():
+    """But for the order of sums: pieces of tokens, tiles of the head."""
+    resident = losses()
+    for name, rung in TIGHT.items():
+        assert losses(**rung) == pytest.approx(resident, rel=1e-5), name
+
+
+def tight(limit_mib, **values):
+    """A plan whose phases are replayed, as `fitune plan` makes it."""
+    where = machine(card_for(int(limit_mib * MIB)), ram_bytes=ROOM)
+    return make_plan(recipe(method="lora", seq_len=1024, batch=1, **values), where, config=config(), detailed=True)
+
+
+def test_where_nothing_else_fits_the_head_leaves_and_the_mlp_is_cut():
+    """Each with its reason, the same mathematics, and within the budget."""
+    rungs = []
+    for limit in (62, 44, 36):
+        result = tight(limit)
+        assert result.fits, limit
+        plan = result.plan
+        assert result.predicted["device_bytes"] <= plan.budget_bytes
+        assert all(entry.exact for entry in result.reasons)
+        rungs.append((plan.mlp_tiles > 1, plan.head_place == "host", plan.optimizer_place == "host"))
+        said = {entry.decision for entry in result.reasons}
+        assert ("MLP" in said, "head" in said) == rungs[-1][:2]
+    assert rungs == sorted(rungs) and rungs[0] == (False, False, False) and rungs[-1][1], rungs
+
+
+def test_masters_go_to_host_memory_where_they_are_what_does_not_fit():
+    """Adapters of rank 256: 96 MiB of masters, as much of gradients, twice as much of state."""
+    result = tight(120, lora_r=256)
+    assert result.fits and result.plan.optimizer_place == "host"
+    why = reason(result, "optimizer")
+    assert "RAM" in why.value and why.exact
+    assert result.predicted["host_bytes"] > 3 * 90 * MIB
+    other = make_plan(recipe(method="lora", seq_len=1024, batch=1, lora_r=256),
+                      machine(card_for(120 * MIB), ram_bytes=ROOM), config=config())  # fmt: skip
+    assert not other.fits, "the offers to somebody whose job does not fit leave these rungs out"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from fitune.errors import UserError
+from fitune.plan import Reason
+from fitune.planner.techniques_list import BY_KEY
 from fitune.train import report_charts, report_text
 from fitune.train.events import EventLog
 from fitune.train.report import write_report
@@ -93,6 +95,27 @@ def test_the_page_tells_what_was_planned_and_what_happened(tmp_path: Path) -> No
     assert held_out["English"][0] == "2.530" and held_out["Chinese"][0] == "2.980"
     assert "Training also keeps the gradients" in page.text and "因为模型很大" in page.text
     assert ("p", {"lang": "zh"}) in page.seen
+
+
+def test_techniques_of_the_plan_with_what_they_save(tmp_path: Path) -> None:
+    """The texts are those of `planner.techniques_list`, in both languages."""
+    run = make_run(tmp_path / "run")
+    for lang, head, free in (("en", "Technique", "no memory"), ("zh", "技术", "不省内存")):
+        page = page_of(run, lang)
+        rows = page.table(head, page_words("saves_here", lang))
+        name, flash, major = (BY_KEY[key].text("name", lang) for key in ("qlora", "flash_attention", "layer_major"))
+        assert rows[name][0] == "100.00 GiB" and rows[flash][0] == "~3.50 GiB" and rows[major][0] == free
+        assert rows[name][2:] == [BY_KEY["qlora"].text("how", lang), BY_KEY["qlora"].text("costs", lang)]
+
+
+def test_a_chinese_report_tells_the_reasons_in_chinese(tmp_path: Path) -> None:
+    plan = make_plan("cuda").with_(reasons=(Reason("micro-batch", "2 of 8", "the smallest need there is"),))
+    page = page_of(make_run(tmp_path / "run", plan=plan), "zh")
+    assert page.table("决定", "取值")["微批"] == ["2 / 8", "= 精确", "需求最小"]
+
+
+def page_words(key: str, lang: str) -> str:
+    return Words(lang)(key)
 
 
 def test_memory_predicted_against_measured(tmp_path: Path) -> None:

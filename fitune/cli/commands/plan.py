@@ -35,8 +35,11 @@ def command(
     if as_json:
         print_json(result)
     else:
+        from fitune.cli.render_needs import next_line
         from fitune.cli.render_plan import show_plan
 
         show_plan(console(), result, lang)
         show(console(), result, lang)
+        if result["fits"]:
+            click.echo(next_line(recipe.as_dict(), lang))
     return EXIT_DONE if result["fits"] else EXIT_DOES_NOT_FIT

@@ -8,8 +8,9 @@
 Each rank is a process that calls `fitune.train.session.load_model`, as a run does. The files hold zeros (a sparse file:
 no disk is used). Measured is the sum over ranks of PSS (shared pages divided by who maps them) above what it was before
 the loading, every 20 ms, from outside. The device is the CPU, so that what would be on the GPUs is in it (dense weights
-stay in the file there, mapped, and are not). `extra_bytes` is the peak above what stays in the end, `host_ratio` that
-and the node's shared copy, as a share of one copy of the stored format: at most 1.15 is wanted. Linux only.
+stay in the file there, mapped, and are not). `extra_bytes` is the peak above what stays in the end; `host_ratio` is
+that and all that stays and is on no device, as a share of one copy of the stored format: at most 1.15 is wanted. Linux
+only.
 """
 
 from __future__ import annotations
@@ -175,6 +176,12 @@ def measure(case: str, folder: Path, num_layers: int) -> dict[str, Any]:
             "shared_bytes": shared, "seconds": round(seconds, 1)}  # fmt: skip
 
 
+def host_bytes(found: dict[str, Any]) -> int:
+    """What loading takes on the host, by the figures of `measure`."""
+    other = max(0, found["after_bytes"] - found["device_bytes"] - found["shared_bytes"])
+    return int(found["extra_bytes"] + found["shared_bytes"] + other)
+
+
 def copy_bytes(base_format: str, num_layers: int) -> int:
     """One copy of the model in the stored format: layers packed, the ends in bf16."""
     from transformers import LlamaConfig
@@ -209,7 +216,7 @@ def main() -> None:
                 continue
             copy = copy_bytes(case.split()[1], options.layers)
             found = measure(case, Path(temp), options.layers)
-            ratio = (found["extra_bytes"] + found["shared_bytes"]) / copy
+            ratio = host_bytes(found) / copy
             print(case, {key: round(value / 2**20) if "bytes" in key else value for key, value in found.items()},
                   f"copy {copy / 2**20:.0f} MiB, host ratio {ratio:.3f}", flush=True)  # fmt: skip
             if whole:

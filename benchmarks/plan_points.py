@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3, help="merges at a time")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this time")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU: whether everything runs")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     tasks = [word for word in args.what if word in TASKS]
     names = [word for word in args.what if word not in tasks]
     chosen = [p for p in points(_tiny_model(args.runs) if args.tiny else None) if not names or p.name in names]

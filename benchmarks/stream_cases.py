@@ -220,7 +220,8 @@ def on_cpu(case: Case) -> Case:
     changes = case.changes | ({"loss_chunk": 32} if "loss_chunk" in case.changes else {})
     if "mlp_tiles" in changes:
         changes["mlp_tiles"] = min(4, changes["mlp_tiles"])
-    return dataclasses.replace(case, recipe=values | dict(gpu="h200"), changes=changes, ram_bytes=None)
+    return dataclasses.replace(case, recipe=values | dict(gpu="h200"), changes=changes, steps=None,
+                               ram_bytes=None)  # fmt: skip
 
 
 def planned(case: Case, config: Any) -> tuple[Any, Any, Any]:

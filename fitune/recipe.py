@@ -30,7 +30,7 @@ Effort = Literal["simple", "usual", "any"]
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "simple": ("none", "ddp"),
     "usual": ("none", "ddp", "streamed", "fsdp2"),
-    "any": ("none", "ddp", "streamed", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp"),
+    "any": ("none", "ddp", "streamed", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "pp"),
 }
 """Ways for several GPUs that a plan may choose by itself, by the effort that is accepted."""
 QUANTISED_FORMATS = ("int8", "nf4", "fp4")
@@ -77,7 +77,7 @@ class Recipe(BaseModel):
     lora_dropout: float = setting(0.0, "Method", "Dropout on the adapters' input.", ge=0, lt=1)
     lora_bias: Literal["none", "all", "lora_only"] = setting("none", "Method", "Which bias terms are trained.")
     lora_targets: list[str] | Literal["all-linear"] = setting(
-        "all-linear", "Method", "Adapted layers: all-linear, or names such as q_proj,v_proj."
+        "all-linear", "Method", "Adapted layers: all-linear, or names such as q_proj,v_proj; experts: fused experts."
     )
     rslora: bool = setting(False, "Method", "Scale by alpha / sqrt(r) (rank-stabilised LoRA).")
     dora: bool = setting(False, "Method", "Weight-decomposed LoRA (DoRA).")
@@ -104,7 +104,9 @@ class Recipe(BaseModel):
     )
 
     gpu: str | None = setting(None, "Hardware", "Plan for a card you need not have: rtx3080, 'A100 80GB', h200.")
-    wsl: bool = setting(False, "Hardware", "With --gpu: under Windows' WSL, which sees half of the RAM and pins little.")
+    wsl: bool = setting(
+        False, "Hardware", "With --gpu: under Windows' WSL, which sees half of the RAM and pins little."
+    )
     devices: str | None = setting(None, "Hardware", "Which devices to use: cpu, or GPUs' indices (0,1).")
     nproc: int | None = setting(None, "Hardware", "Processes, each with a GPU of its own (default: all GPUs).", ge=1)
     parallel: Parallel = setting("auto", "Hardware", "How several GPUs share the work: auto, none (one GPU) or a way.")
@@ -186,19 +188,19 @@ class Recipe(BaseModel):
         if self.lora_targets != "all-linear" and not self.lora_targets:
             raise ValueError("lora_targets is empty; name at least one layer, or all-linear")
         if self.micro_batch is not None and self.micro_batch > self.batch:
-            raise ValueError(f"micro_batch {self.micro_batch} is larger than batch {self.batch}")
+            raise ValueError(f"micro_batch {self.micro_batch} is larger than batch {self.batch}; make it smaller")
         return self
 
     def _check_offload(self) -> None:
         zero = {"offload_optimizer": ("zero1", "zero2", "zero3"), "offload_params": ("zero3",)}
         for name, ways in zero.items():
             if getattr(self, name) != "none" and self.parallel not in ways:
-                raise ValueError(f"{name} is DeepSpeed's; it needs parallel {' or '.join(ways)}")
+                raise ValueError(f"{name} is DeepSpeed's; use parallel {' or '.join(ways)} with it")
         on_disk = [name for name in zero if getattr(self, name) == "nvme"]
         if on_disk and self.offload_folder is None:
-            raise ValueError(f"{on_disk[0]} nvme needs a folder on that disk: offload_folder")
+            raise ValueError(f"{on_disk[0]} nvme needs a folder on that disk; name one with offload_folder")
         if self.offload_optimizer == "nvme" and self.parallel != "zero3":
-            raise ValueError("offload_optimizer nvme needs parallel zero3; zero1 and zero2 have none or cpu")
+            raise ValueError("offload_optimizer nvme is stage 3's; use parallel zero3, or offload_optimizer cpu")
 
     def with_(self, **changes: Any) -> Recipe:
         """A changed copy, validated again."""
@@ -246,8 +248,9 @@ def build(values: dict[str, Any], source: str = "the recipe") -> Recipe:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         why = first["msg"].removeprefix("Value error, ")
-        allowed = _allowed(name)
-        fix = allowed or "correct the value"
+        fix = _allowed(name) if name else ""
+        if not name and "; " in why:  # settings that contradict each other: the sentence ends with what to do
+            why, _, fix = why.rpartition("; ")
         shown = (
             f"{name} = {values.get(name)!r} in {source}" if name else f"settings that contradict each other in {source}"
         )
@@ -259,7 +262,7 @@ def _allowed(name: str) -> str:
     if field is None:
         return ""
     choices = [str(c) for c in getattr(field.annotation, "__args__", ()) if isinstance(c, str)]
-    return f"one of: {', '.join(choices)}" if choices else (field.description or "")
+    return f"one of: {', '.join(choices)}" if choices else f"give another value: {field.description}"
 
 
 def load(path: Path) -> dict[str, Any]:

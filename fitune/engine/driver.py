@@ -66,7 +66,7 @@ class Driver:
         self.ready: Callable[[int], None] = lambda part: None
         """Called before a layer (-1: what is around the layers) computes."""
         self.tiled_head = built.host_head  # None: the tail runs on whole logits
-        self.cross_entropy: Any = chunk_cross_entropy  # of a chunk of logits; another where this process has some of them
+        self.cross_entropy: Any = chunk_cross_entropy  # of a chunk of logits; another where a process has some of them
         self.plain_logits = True  # the head's output is the model's, nothing comes after it
         self.returns_tuple = False
         self._injected: torch.Tensor | None = None

@@ -101,7 +101,9 @@ def replay_run(
         reserved = _reserved((arriving, there), kept[1:], first, steady, [], ([], []), expandable)
         return {name: Replayed((_sum(name, events, workspace_bytes),), reserved[name]) for name, events in told.items()}
     evaluation, resuming = script.eval_events(*shape), _loading(steady, plan, arrival, kept[:1])
-    reserved = _reserved((arriving, there), kept[1:], first, steady, evaluation, resuming, expandable) if on_card else {}
+    reserved = (
+        _reserved((arriving, there), kept[1:], first, steady, evaluation, resuming, expandable) if on_card else {}
+    )
     resident = [event for event in steady if event.part == "load"]
     told = {"load": loading, "first_step": kept + first, "step": kept + steady, "eval": kept + evaluation,
             "save": kept + resident, "resume": resuming[0] + resuming[1]}  # fmt: skip

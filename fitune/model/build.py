@@ -446,6 +446,12 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
             "their weight is one tensor to which B A is added: it has no input to drop parts of, and no row norms",
             "use --lora-dropout 0 and no --dora, or other --lora-targets",
         )
+    if any(name in fused and type(fused[name]) is not PackedExperts for name in adapted):
+        raise UserError(
+            "cannot adapt fused experts that are split among GPUs",
+            "their adapters' gradients would have to be added up over the ranks, which is not done",
+            "use another --parallel, or other --lora-targets",
+        )
     for name in adapted:
         key = zlib.crc32(name.encode())
         # hashed together: torch's CPU generator reads the low 32 bits of a seed only

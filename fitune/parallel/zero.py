@@ -30,10 +30,11 @@ from fitune.engine.ranks import Alone
 from fitune.engine.step import Observer, ignore
 from fitune.errors import EXIT_FAILED, NotFinite, UserError
 from fitune.model.build import Built
+from fitune.model.formats import DENSE
 from fitune.model.loss import IGNORED
 from fitune.parallel.exchange import all_reduce
 from fitune.parallel.group import Group
-from fitune.parallel.zero_config import config_of, stage_of
+from fitune.parallel.zero_config import config_of, low_precision, stage_of
 from fitune.parallel.zero_library import card_of_this_rank, load_deepspeed
 from fitune.parallel.zero_model import Work
 from fitune.plan import Plan
@@ -91,13 +92,15 @@ class ZeroEngine(Engine):
 
     def _masters_and_optimizer(self, trainable: dict[str, Any]) -> tuple[Masters, torch.optim.Optimizer]:
         plan, built = self.plan, self.built
-        deepspeed = load_deepspeed(self.built.device.type)
+        deepspeed = load_deepspeed(built.device.type)
+        self._utils = deepspeed.utils
         work = Work(self.driver, sharded=self.stage == 3, trains_embedding=self._trains_embedding())
         starts = {}
         if plan.method == "lora" and self.stage == 3:  # adapters are in the base's format, their masters are not
             for name, p in trainable.items():
                 starts[name] = p.detach().cpu()
                 p.data = p.data.to(built.compute_dtype, copy=True)
+        check_formats(work, plan)
         self.parameters = dict(trainable)
         self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in trainable.items()}
         inner = build_optimizer(plan.optimizer, list(trainable.values()), lr=plan.lr, weight_decay=plan.weight_decay)
@@ -108,7 +111,8 @@ class ZeroEngine(Engine):
         self.work = work
         for name, start in starts.items():
             self._set_master(name, start)
-        self._publish()
+        if starts:
+            self._publish()
         self.parts = _parts_of(optimizer)
         return ZeroMasters(self.shapes.values()), optimizer
 
@@ -189,14 +193,18 @@ class ZeroEngine(Engine):
             failure.append(problem.with_traceback(None))
 
     def abandon(self) -> None:
-        """Drop the gradients of a step whose passes are over. (One that broke in the middle is not gone on from.)"""
+        """Drop the gradients of a step whose passes are over, as DeepSpeed's `step` does with an update that overflows.
+        (A step that broke in the middle is not gone on from.)"""
         optimizer = self.zero.optimizer
         for p in self.parameters.values():
             p.grad = None
         optimizer.zero_grad(set_to_none=True)
         optimizer.averaged_gradients = {}
-        if hasattr(optimizer, "all_grad_tensors"):
+        if self.stage != 3:
             optimizer.all_grad_tensors = {}
+            optimizer.micro_step_id = -1  # before a step's first micro-batch: offloaded gradients are not added to
+        if self.plan.offload_optimizer != "none":
+            optimizer.reset_cpu_buffers()
 
     @torch.no_grad()
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
@@ -223,17 +231,14 @@ class ZeroEngine(Engine):
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """On the first rank, in host memory; the others take part and get nothing."""
-        return self._to_host(self._utils().safe_get_full_fp32_param)
+        return self._to_host(self._utils.safe_get_full_fp32_param)
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """On the first rank, in the formats of the model's own parameters, with the buffers that are saved."""
         model = self.built.model
-        found = self._to_host(self._utils().safe_get_full_fp32_param, {n: p.dtype for n, p in self.parameters.items()})
+        found = self._to_host(self._utils.safe_get_full_fp32_param, {n: p.dtype for n, p in self.parameters.items()})
         own = model.state_dict()
         return found | {name: own[name].cpu() for name, _ in model.named_buffers() if name in own}
-
-    def _utils(self) -> Any:
-        return load_deepspeed(self.built.device.type).utils
 
     def _to_host(
         self, read: Callable[[Any], torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
@@ -252,7 +257,7 @@ class ZeroEngine(Engine):
         numbers: dict[str, Any] = {}
         for key, value in self._state_of_part().items():
             if isinstance(value, torch.Tensor) and value.numel() == self.parts[0].numel():
-                read = lambda p, key=key: self._utils().safe_get_full_optimizer_state(p, key)  # noqa: E731
+                read = lambda p, key=key: self._utils.safe_get_full_optimizer_state(p, key)  # noqa: E731
                 tensors |= {f"optimizer|{name}|{key}": tensor for name, tensor in self._to_host(read).items()}
             elif isinstance(value, torch.Tensor):
                 if self.group.is_leader:
@@ -286,7 +291,7 @@ class ZeroEngine(Engine):
 
     def _set_master(self, name: str, tensor: torch.Tensor) -> None:
         """This rank's part of a parameter's fp32 master, from the whole that every rank has."""
-        self._utils().safe_set_full_fp32_param(self.parameters[name], tensor.to(self.built.device, torch.float32))
+        self._utils.safe_set_full_fp32_param(self.parameters[name], tensor.to(self.built.device, torch.float32))
 
     def _publish(self) -> None:
         """Round the masters into what the layers compute with."""
@@ -314,7 +319,20 @@ class ZeroEngine(Engine):
         for key in whole:
             for name, p in self.parameters.items():
                 value = tensors[f"optimizer|{name}|{key}"].to(self.built.device, torch.float32)
-                self._utils().safe_set_full_optimizer_state(p, value, key)
+                self._utils.safe_set_full_optimizer_state(p, value, key)
+
+
+def check_formats(work: Work, plan: Plan) -> None:
+    """Raises UserError where what DeepSpeed is to hold is not all in one format: it would be brought to one."""
+    wanted = DENSE[low_precision(plan) or "fp32"]
+    others = sorted({str(p.dtype).removeprefix("torch.") for p in work.parameters() if p.dtype != wanted})
+    if others:
+        raise UserError(
+            f"this model cannot be trained with --parallel {plan.parallel}",
+            f"DeepSpeed holds parameters in one format, {str(wanted).removeprefix('torch.')} here, and some are in "
+            f"{', '.join(others)}",
+            "use --parallel fsdp2 or ddp, or --precision fp32",
+        )
 
 
 def _parts_of(optimizer: Any) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,8 @@ def load_deepspeed(device: str) -> Any:
         ) from None
     for handler in logging.getLogger("DeepSpeed").handlers:
         handler.setLevel(logging.ERROR)  # it writes to standard output, which is for JSON and fitune's own words
+    # names of torch.distributed that 0.19.8 still uses
+    warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
     _without_compiler(deepspeed)
     return deepspeed
 

@@ -25,8 +25,8 @@ from fitune.planner.context import config_of
 from fitune.planner.costs import CardAdvice
 from fitune.planner.jobs import Job
 from fitune.planner.ladder import AS_FAST
-from fitune.planner.ways import Layout
 from fitune.planner.target import capability, notes_on
+from fitune.planner.ways import Layout
 from fitune.planner.whatif import changed
 from fitune.recipe import Recipe
 from fitune.units import format_bytes, from_gib

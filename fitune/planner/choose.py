@@ -37,7 +37,8 @@ def choose(context: PlanContext, formats: list[str]) -> tuple[list[ladder.Candid
         if fitting:
             break
         tried.append((draft, resident.smallest()))
-    if not found and context.replays and not context.is_simple:  # not for the many offers to whom nothing fits
+    # Not for the many offers to whom nothing fits, nor where not even a context has room.
+    if not found and context.replays and not context.is_simple and context.limit_bytes > 0:
         found = _tight(context, [draft for draft, _ in tried])
     return ladder.ordered(found), tried
 

@@ -14,8 +14,8 @@ from fitune.memory.variant import variant_of
 from fitune.plan import Plan
 from fitune.planner import lengths, positions
 from fitune.planner.lengths import DataFacts
-from fitune.planner.ways import ALONE, Layout
 from fitune.planner.target import Target, choose_target, notes_on
+from fitune.planner.ways import ALONE, Layout
 from fitune.recipe import Recipe
 from fitune.units import from_gib
 

@@ -19,8 +19,8 @@ from fitune.planner import choose, finish, ladder, sharing, ways
 from fitune.planner.context import REPLAY_MARGIN, PlanContext
 from fitune.planner.phases import phases_of, with_phases
 from fitune.planner.result import PlanResult
-from fitune.planner.ways import ALL_RECORDS, Layout
 from fitune.planner.target import Target, choose_target
+from fitune.planner.ways import ALL_RECORDS, Layout
 from fitune.recipe import LAYOUTS, QUANTISED_FORMATS, Recipe
 from fitune.units import format_bytes
 
@@ -196,7 +196,8 @@ def plan_together(
     base.notes += notes_of(base, targets)
     if chosen is None:
         return _no_fit(base, outcomes, detailed)
-    base.notes += finish.budget_note(chosen[0].context.target, REPLAY_MARGIN if prediction else HEADROOM)
+    replayed = detailed and chosen[1].draft.parallel in ways.REPLAYED
+    base.notes += finish.budget_note(chosen[0].context.target, REPLAY_MARGIN if replayed else HEADROOM)
     found, candidate = chosen
     if ranks is None and found.size < len(targets) and recipe.nproc is None:
         base.notes.append(f"`fitune train` starts a process for each GPU: add --nproc {found.size}")
@@ -235,8 +236,7 @@ def _chosen(outcomes: list[Outcome], detailed: bool) -> tuple[tuple[Outcome, lad
 
 def _no_fit(base: PlanContext, outcomes: list[Outcome], detailed: bool) -> PlanResult:
     """The way that needs least, with what would fit."""
-    possible = [o for o in outcomes if o.tried and o.accepted]
-    leasts = [(choose.least_of(o.context, o.tried), o) for o in possible]
+    leasts = [(_least(o), o) for o in outcomes if o.accepted and o.refused is None]
     least, found = min(leasts, key=lambda pair: pair[0].peak_bytes - pair[1].context.limit_bytes)
     base.notes += finish.budget_note(found.context.target, HEADROOM)
     others = [pair for pair in found.tried if pair[0].base_format != least.draft.base_format]
@@ -246,6 +246,13 @@ def _no_fit(base: PlanContext, outcomes: list[Outcome], detailed: bool) -> PlanR
     more = [_more_effort(o) for o in outcomes if o.found and not o.accepted]
     result = replace(result, nearest_fits=(*more, *result.nearest_fits))
     return _whole(base, found, result, table(outcomes, None, base.recipe))
+
+
+def _least(found: Outcome) -> ladder.Candidate:
+    """With the lowest peak; of those that the search found, where the allocator's replay refused them all."""
+    if found.tried:
+        return choose.least_of(found.context, found.tried)
+    return min(found.found, key=lambda candidate: candidate.peak_bytes)
 
 
 def _more_effort(found: Outcome) -> dict[str, Any]:

@@ -78,15 +78,15 @@ def head_chunk(hidden_size: int) -> int:
 
 
 def tight_drafts(draft: Plan, width: int, has_mlp: bool, chunk: int) -> Iterator[list[Plan]]:
-    """Drafts for where none of `drafts` fits, in groups of which a later one is for where the former does not: a gated
-    MLP in pieces of tokens; then the head in host memory too; then the adapters' masters and state.
+    """Drafts of one GPU for where none of `drafts` fits, in groups of which a later one is for where the former does
+    not: a gated MLP in pieces of tokens; then the head in host memory too; then the adapters' masters and state.
 
     Args:
         width: tokens of the widest row.
         has_mlp: some layer has a gated MLP that can run in pieces.
         chunk: tokens of a loss chunk where logits are made in tiles (`head_chunk`, or what the person chose).
     """
-    if draft.device != "cuda" or draft.method != "lora":
+    if draft.device != "cuda" or draft.method != "lora" or draft.world_size > 1:
         return
     tiles = max(FEWEST_TILES, 1 << (-(-width // TILE_TOKENS) - 1).bit_length()) if has_mlp else 1
     tiled = draft.with_(mlp_tiles=tiles)

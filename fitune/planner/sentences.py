@@ -131,6 +131,7 @@ _TABLE: tuple[tuple[str, str], ...] = (
     ("{n} cards with more memory: {name} ({size})", "{n} 块显存更大的显卡：{name}（{size}）"),
     ("`fitune train` starts a process for each GPU: add --nproc {n}",
      "`fitune train` 会为每块 GPU 启动一个进程：请加 --nproc {n}"),
+    ("{source} + NCCL's buffers, assumed", "{source}，另加 NCCL 缓冲区（假设）"),
     ("what each of {n} GPUs has of a step at most", "{n} 块 GPU 各自每步最多处理的记录"),
     ("{how}, and further up the ladder", "{how}，但更复杂"),
     ("only {n} % faster", "只快 {n} %"),

@@ -1,9 +1,9 @@
-"""How several GPUs share one step, as a search for a plan sees it: what each of `planner.ways` changes in a draft and in
-its terms, and which jobs it cannot do. Which one is taken is `planner.layouts`'."""
+"""How several GPUs share one step, as a search for a plan sees it: what each of `planner.ways` changes in a draft and
+in its terms, and which jobs it cannot do. Which one is taken is `planner.layouts`'."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fitune.memory import layouts as memory_layouts
@@ -18,6 +18,7 @@ from fitune.speed.together import is_cut_by_outputs
 if TYPE_CHECKING:
     from fitune.planner.context import PlanContext
     from fitune.planner.ladder import TermsOf
+
 
 def drafted(draft: Plan, layout: Layout, recipe: Recipe) -> Plan:
     """A draft for one GPU as each of a layout's ranks has it."""

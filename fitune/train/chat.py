@@ -123,7 +123,7 @@ def _of_model(name: str) -> _Parts:
     from fitune.planner import make_plan
     from fitune.train.session import check_machine, require_fit
 
-    recipe = Recipe(model=name, batch=1, seq_len=_PLAN_TOKENS)
+    recipe = Recipe(model=name, batch=1, seq_len=_PLAN_TOKENS, nproc=1)
     check_machine(recipe)
     source = resolve(name, weights=True)
     longest = getattr(source.config, "max_position_embeddings", None) or _PLAN_TOKENS

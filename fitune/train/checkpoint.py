@@ -12,8 +12,9 @@ the folder, writes numbers and manifest when all parts are on the disk, and give
 name is whole. Any layout on any number of ranks reads the tensors or slices it needs out of these files; the ranks
 share the work of comparing checksums.
 
-`torch.distributed.checkpoint` is not used: its index (`.metadata`) is a pickle, it has no checksums, and it takes part
-in no other layout than its own process group's without one (torch 2.11 and 2.13).
+`torch.distributed.checkpoint` (torch 2.13) is not used: the index of its own format (`.metadata`) is a pickle; its
+safetensors format has none, but cuts tensors into n-dimensional boxes only, where a flat part of `fsdp2` ends anywhere.
+Neither has checksums, nor a mark that all parts are there.
 """
 
 from __future__ import annotations

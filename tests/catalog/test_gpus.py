@@ -185,3 +185,17 @@ def test_catalog_and_hardware_load_no_heavy_library_and_read_no_file_early():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_name_that_reads_like_a_count():
+    """`7900xtx` is a card, not 7900 cards `tx`."""
+    assert [(gpu.id, count) for gpu, count in gpus.parse("7900xtx")] == [(gpus.find("7900 XTX")[0].id, 1)]
+    assert gpus.parse("2x7900xtx") == [(gpus.find("7900xtx")[0], 2)]
+
+
+def test_counts_may_stand_in_front():
+    for text in ("4x4090", "4 x RTX 4090", "rtx4090:4"):
+        ((gpu, count),) = gpus.parse(text)
+        assert (gpu.id, count) == ("rtx-4090", 4), text
+    assert [(gpu.id, count) for gpu, count in gpus.parse("2xrtx3090,rtx4070")] == [("rtx-3090", 2), ("rtx-4070", 1)]
+    assert gpus.parse("8xA100-40G")[0][1] == 8

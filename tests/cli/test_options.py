@@ -28,7 +28,7 @@ TYPED = {
     "recompute": "12", "loss_chunk": "128", "gpu": "rtx3080", "devices": "0", "nproc": "2",
     "parallel": "ddp", "vram": "10", "ram": "16GiB",
     "save_every": "5", "eval_every": "6", "keep_checkpoints": "3", "on_nan": "skip",
-    "log_to": "tensorboard,wandb", "out": "o", "effort": "any", "lang": "zh", "offload_params": "cpu",
+    "log_to": "tensorboard,wandb", "out": "o", "effort": "any", "lang": "zh", "wsl": True, "offload_params": "cpu",
     "offload_optimizer": "nvme", "offload_folder": "f",
 }  # fmt: skip
 
@@ -37,6 +37,7 @@ TYPED = {
 TOGETHER = {
     "offload_params": {"parallel": "zero3"},
     "offload_optimizer": {"parallel": "zero3", "offload_folder": "f"},
+    "wsl": {"gpu": "rtx3080"},
 }
 
 

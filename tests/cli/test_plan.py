@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from fitune import plan as plans
+from fitune.cli.main import main
 from fitune.units import GIB
 
 # Whoever asks the network gets a refused connection at once, not an answer.
@@ -32,3 +35,44 @@ def test_plan_that_does_not_fit(fitune_command):
     assert done.returncode == 3, done.stderr
     assert "does not fit on GeForce RTX 3080" in done.stdout
     assert "Would fit: " in done.stdout
+
+
+BAD: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "batch 0": (["--batch", "0"], ("cannot use batch = '0'", "greater than or equal to 1", "give another value")),
+    "seq_len 0": (["--seq-len", "0"], ("cannot use seq_len = '0'", "greater than or equal to 8")),
+    "unknown card": (["--gpu", "rtx9999"], ("unknown GPU 'rtx9999'", "nearest names", "GeForce RTX 4090")),
+    "no card at all": (["--gpu", "rtx3090:0"], ("cannot read the GPU count", "at least 1", "rtx3090:2")),
+    "negative budget": (["--vram", "-4"], ("cannot use vram = '-4'", "'-4' is not a size", "10GiB")),
+    "budget 0": (["--vram", "0"], ("cannot use vram = '0'", "not a positive size")),
+    "negative RAM": (["--ram", "-1"], ("cannot use ram = '-1'",)),
+    "full and nf4": (["--method", "full", "--base-format", "nf4"],
+                     ("settings that contradict each other", "trains every weight",
+                      "fix: use method qlora, or base_format auto")),
+    "micro-batch above the batch": (["--micro-batch", "9"],
+                                    ("micro_batch 9 is larger than batch 8", "fix: make it smaller")),
+    "simple, in parallel": (["--effort", "simple", "--parallel", "tp"],
+                            ("parallel tp is more than effort simple accepts", "fix: leave one of the two out")),
+    "unknown effort": (["--effort", "lazy"], ("cannot use effort = 'lazy'", "one of: simple, usual, any")),
+    "WSL of this machine": (["--wsl"], ("wsl says what to assume beside gpu", "fix: leave it out")),
+    "what if nothing": (["--what-if", "nonsense"], ("cannot read --what-if 'nonsense'", "seq=8192")),
+    "another language": (["--lang", "fr"], ("'fr' is not one of 'en', 'zh'",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_requests(kind: str, capsys):
+    """Exit code 2, one message that says what, why and what to do, and no traceback."""
+    arguments, parts = BAD[kind]
+    card = [] if {"--gpu", "--wsl"} & set(arguments) else ["--gpu", "rtx3080"]
+    assert main(["plan", "meta-llama/Llama-3.1-8B", *card, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err and printed.err.startswith("error: ")
+    for part in parts:
+        assert part in printed.err
+
+
+def test_records_beyond_the_trained_positions_are_said(capsys):
+    """SmolLM2 was trained on 8,192 positions."""
+    assert main(["plan", "smollm2", "--gpu", "rtx3080", "--seq-len", "16384", "--batch", "1", "--lang", "en"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "seq_len 16384 is beyond the 8192 positions this model was trained on; consider --rope-scaling" in shown

@@ -29,7 +29,11 @@ RESULT = {
         },
     },
     "reasons": [{"decision": "base format", "value": "nf4", "why": "bf16 [16 GiB] does not fit", "exact": False}],
-    "alternatives": [{"plan": PLAN | {"micro_batch": 1, "adapter": None, "method": "full"}, "predicted": {}}],
+    "alternatives": [{
+        "plan": PLAN | {"micro_batch": 1, "num_layers": 32, "recompute_layers": 8, "stream_from": "pinned",
+                        "resident_layers": 12},
+        "predicted": {"device_bytes": 7 * GIB, "step_s": 95.0},
+    }],
     "nearest_fits": [],
     "notes": ["assumed: 20 GiB RAM"],
 }  # fmt: skip
@@ -45,10 +49,13 @@ def test_plan_on_the_terminal():
     text = printed(RESULT)
     assert text.startswith("meta-llama/Llama-3.1-8B fits on RTX 3080 [10 GB]: 8.00 GiB of 10.00 GiB at the peak\n")
     assert "note: assumed: 20 GiB RAM\n" in text
-    assert "LoRA r=16 on a nf4 (double quantisation) base, bf16, batch 8 as 2 x 4, up to 2048 tokens" in text
+    assert "LoRA r=16 on an nf4 (double quantisation) base, bf16, batch 8 as 2 x 4, up to 2048 tokens" in text
     assert "base format  nf4    approx.  bf16 [16 GiB] does not fit" in text
     assert "about 1 min 30 s a step, 1,234 tokens/s" in text
-    assert "Also fits: full fine-tuning on a nf4 (double quantisation) base, bf16, batch 8 as 1 x 8" in text
+    assert (
+        "Also fits: nf4, batch 8 as 1 x 8, 8 of 32 layers recomputed, 20 streamed: 7.00 GiB, 1 min 35 s a step\n"
+        in text
+    )
 
 
 def test_phases_stand_in_the_order_they_happen_with_a_bar():

@@ -100,6 +100,24 @@ def test_unusual_layers(name):
     assert_same(*both(tiny.reference(name), {}, dict(recompute_layers=1)))
 
 
+def test_gpt_oss_in_4_bits():
+    """Sinks, sliding windows and transposed fused experts with biases, packed and streamed."""
+    assert_same(*both(tiny.reference("gpt_oss"), dict(offload_inputs=True), dict(base_format="nf4", precision="bf16")))
+
+
+def test_evaluation_in_pieces_of_an_mlp(models):
+    """Long rows are evaluated in pieces too."""
+    whole, tiled = (engine_for(models["llama"], mlp_tiles=tiles) for tiles in (1, 4))
+    seen = []
+    for module in tiled.built.model.modules():
+        if hasattr(module, "gate_proj"):
+            module.gate_proj.register_forward_hook(lambda m, args, out: seen.append(out.shape[0]))
+    total, count = tiled.evaluate(BATCHES[:1])
+    assert total == pytest.approx(whole.evaluate(BATCHES[:1])[0], rel=1e-5)
+    tokens = BATCHES[0].input_ids.size
+    assert len(seen) == 4 * 4 and max(seen) == -(-tokens // 4), "four layers, four pieces"
+
+
 def test_packed_rows(models):
     packed = tiny.batch_of([[(0, RECS[0]), (1, RECS[1]), (2, RECS[2])], [(3, RECS[3]), (4, RECS[4])]])
     assert_same(*both(models["llama"], dict(offload_inputs=True), batches=[packed]))

@@ -68,7 +68,11 @@ def test_a_prediction_made_again_is_what_was_measured(group):
             off = error(said["peak_allocated_bytes"], was["peak_allocated_bytes"])
             assert -0.01 <= off <= 0.01, f"{record['name']} {phase}: allocated {off:+.2%}"
             off = error(said["peak_reserved_bytes"], was["peak_reserved_bytes"])
-            assert abs(off) <= 0.05, f"{record['name']} {phase}: reserved {off:+.2%}"
+            assert abs(off) <= 0.02, f"{record['name']} {phase}: reserved {off:+.2%}"
+            if record["measured"]["num_alloc_retries"]:
+                continue  # the allocator gave memory back in between: what the driver counts is of another moment
+            off = error(said["device_bytes"], was["device_bytes"])
+            assert abs(off) <= 0.02, f"{record['name']} {phase}: counted by the driver {off:+.2%}"
 
 
 def test_recorded_predictions_hold_what_the_project_promises():
@@ -93,6 +97,18 @@ def test_no_plan_that_fits_met_an_out_of_memory():
     does_not = [r for r in CAPPED if not r["predicted_fits"]]
     pressed = [r for r in does_not if r["outcome"] != "ran" or r["measured"]["num_alloc_retries"] > 0]
     assert len(pressed) >= 0.9 * len(does_not)
+
+
+def test_there_are_enough_runs_of_models_that_people_train():
+    from fitune.speed.shape import decoder_of
+
+    assert len(FREE) >= 120 and len(CAPPED) >= 60
+    whole = {r["name"]: _context(r["group"]).config for r in FREE}
+    large = [r for r in FREE if decoder_of(whole[r["name"]]).params >= 3e9
+             and r["plan"]["num_layers"] == whole[r["name"]].num_hidden_layers]  # fmt: skip
+    assert len(large) >= 60
+    assert len({type(config).__name__ if not hasattr(config, "model_type") else config.model_type
+                for config in whole.values()}) >= 8  # fmt: skip
 
 
 def test_at_most_twenty_runs_gave_constants():

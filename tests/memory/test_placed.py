@@ -109,7 +109,7 @@ def test_a_head_in_host_memory_and_micro_batches_together():
     tracer, whole = Tracer(config, plan), WholeModel(config, plan)
     actual = whole.peak(whole.step(*SHAPE, 6, 3))
     events = tracer.step_events(*SHAPE, recompute_layers=6, accumulates=True, first_step=True)
-    assert whole.peak([e for e in events if e.part != "load"]) == pytest.approx(actual, rel=0.002)
+    assert whole.peak([e for e in events if e.part != "load"]) == pytest.approx(actual, rel=0.005)
     assert not {e.part for e in events if e.label.startswith("hidden states")} - {
         "forward",
         "embed",

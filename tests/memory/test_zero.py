@@ -22,7 +22,7 @@ HALF: dict[str, Any] = dict(precision="bf16", base_format="bf16")
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every tensor's memory that this process holds."""
+    """Bytes of the memory of every tensor that has been made since `gc.freeze`."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     held = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
@@ -35,20 +35,21 @@ def measured(group: Group, plans: list[Plan]) -> list[dict[str, int]]:
 
 def measure(group: Group, plan: Plan) -> dict[str, int]:
     """What the rank holds by kind, and `held`: all that came with the engine and two steps."""
-    before = sum(storages().values())
+    gc.collect()
+    gc.freeze()  # what is there already is not looked at
     engine = make(group, plan)
     found: dict[str, int] = {}
 
     def observe(part: str, index: int) -> None:
         if (part, index) == ("forward", 1):  # between two micro-batches
             grads = [p.grad for p in engine.work.parameters()]  # else nothing that the collector sees refers to them
-            found["gradients"] = sum(storages().values()) - before
+            found["gradients"] = sum(storages().values())
             del grads
 
     for step in range(2):
         some = share_of(records(8, seed=step), group.rank, group.size)
         engine.step(batches_of(some, plan), step=step, lr=1e-3, observe=observe)
-    found["held"] = sum(storages().values()) - before
+    found["held"] = sum(storages().values())
     found["trained"] = sum(shape.numel() for shape in engine.shapes.values())
     found["weights"] = engine.built.num_parameters()
     found["masters"] = sum(part.numel() * 4 for part in engine.parts)
@@ -56,7 +57,6 @@ def measure(group: Group, plan: Plan) -> dict[str, int]:
     found["state"] = sum(t.numel() * t.element_size() for t in states if isinstance(t, torch.Tensor))
     parts = [getattr(p, "ds_tensor", p).untyped_storage() for p in engine.work.parameters()]
     found["parameters"] = sum({s.data_ptr(): s.nbytes() for s in parts}.values())
-    engine.zero.destroy()  # for the next plan's measurement
     return found
 
 

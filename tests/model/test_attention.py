@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fitune.model import attention
 from fitune.model.attention import attention_forward
 from fitune.model.linear import StepContext
 
@@ -112,3 +113,45 @@ def test_cuda_kernels_equal_plain_attention(case, kernel, dtype):
     """Error relative to the largest value: a few roundings of the dtype."""
     limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     assert max(run_case(kernel, dtype, "cuda", **case)) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["grouped heads", "packed", "window, packed"])
+def test_heads_in_pieces_on_cuda(case, monkeypatch):
+    """A long row's backward pass goes through the heads piece by piece: within the same few roundings."""
+    monkeypatch.setattr(attention, "_ACCUMULATOR_BYTES", 8 * 1024)
+    assert max(run_case("flash", torch.bfloat16, "cuda", **CASES[case])) < 2e-2
+
+
+def test_heads_in_pieces_are_put_together(monkeypatch):
+    """Each piece gets its own heads of everything, and its gradients come to their places. (The kernel, which needs a
+    GPU, stands aside for one whose results say which heads it was given.)"""
+    heads, key_heads, calls = 8, 4, []
+
+    def backward(grad, q, k, v, out, lse, rng, unused, cu_seqlens, settings):
+        calls.append(q.shape[-2])
+        groups = q.shape[-2] // k.shape[-2]
+        dq = grad * lse.mT[..., None] + out
+        return dq, k * 2 + q.unflatten(-2, (-1, groups)).sum(-2), v * 3
+
+    monkeypatch.setattr(attention, "_flash_backward", backward)
+    make = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-2]))  # noqa: E731
+    q, k, v = make(1, 32, heads, 16), make(1, 32, key_heads, 16), make(1, 32, key_heads, 16) + 1
+    grad, out, lse = make(1, 32, heads, 16) - 1, make(1, 32, heads, 16) * 2, make(1, heads, 32)
+
+    class Context:
+        saved_tensors, settings = (q, k, v, out, lse, None, None, None), (32, 1.0, -1, 0)
+
+    whole = attention._Flash.backward(Context, grad)[:3]
+    assert calls == [heads]
+    monkeypatch.setattr(attention, "_ACCUMULATOR_BYTES", q.numel() * 4 // 4)
+    pieces = attention._Flash.backward(Context, grad)[:3]
+    assert calls == [heads, 2, 2, 2, 2]
+    assert all(torch.equal(a, b) for a, b in zip(pieces, whole, strict=True))
+
+
+def test_heads_stay_together_on_short_rows():
+    q = torch.empty(1, 16_383, 32, 128, device="meta")
+    assert attention._pieces_of_heads(q, 8) == 1
+    assert attention._pieces_of_heads(q.new_empty(1, 65_536, 32, 128), 8) == 4
+    assert attention._pieces_of_heads(q.new_empty(1, 65_536, 32, 128), 1) == 1, "one key head cannot be cut"

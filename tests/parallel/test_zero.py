@@ -11,13 +11,16 @@ import pytest
 from safetensors.torch import load_file
 
 from fitune import recipe as recipes
+from fitune.engine.driver import Driver
 from fitune.engine.engine import Engine
 from fitune.errors import NotFinite, UserError
 from fitune.parallel.group import Group
 from fitune.parallel.replicated import share_of
+from fitune.parallel.zero import check_formats
 from fitune.parallel.zero_config import config_of
 from fitune.parallel.zero_library import check, load_deepspeed
-from fitune.plan import Plan
+from fitune.parallel.zero_model import Work
+from fitune.plan import Adapter, Plan
 from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, train
 from tests.parallel.ranks import run_ranks
 from tests.parallel.runs import train as train_run
@@ -29,11 +32,11 @@ from tests.train.tiny_run import of_kind
 FULL: dict[str, Any] = dict(method="full", adapter=None)
 
 
-def stages(group: Group, plans: list[Plan]) -> list[Any]:
+def stages(group: Group, plans: list[Plan], architecture: str) -> list[Any]:
     """Ten steps with each plan, and the loss of an evaluation in which a rank has no rows."""
     results = []
     for plan in plans:
-        engine = make(group, plan)
+        engine = make(group, plan, architecture)
         trained = train(engine, lambda some: share_of(some, group.rank, group.size))
         share = share_of(records(3, seed=99), group.rank, group.size)
         results.append((trained, engine.evaluate(batches_of(share, plan))))
@@ -42,18 +45,18 @@ def stages(group: Group, plans: list[Plan]) -> list[Any]:
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    ("size", "ways", "changes"),
+    ("size", "ways", "architecture", "changes"),
     [
-        (2, ("zero1", "zero2", "zero3"), dict(packing=True, recompute_layers=2)),
-        (4, ("zero2", "zero3"), dict(**FULL, micro_batch=1, recompute_layers=2)),
-        (2, ("zero2",), dict(base_format="nf4")),
+        (2, ("zero1", "zero2", "zero3"), "llama", dict(packing=True, recompute_layers=2)),
+        (4, ("zero2", "zero3"), "gemma2", dict(**FULL, micro_batch=1, recompute_layers=2)),  # its head is the embedding
+        (2, ("zero2",), "llama", dict(base_format="nf4")),
     ],
 )
-def test_as_one_process(size: int, ways: tuple[str, ...], changes: dict[str, Any]):
-    engine = Engine(make_built(plan_of(**changes)), plan_of(**changes))
+def test_as_one_process(size: int, ways: tuple[str, ...], architecture: str, changes: dict[str, Any]):
+    engine = Engine(make_built(plan_of(**changes), architecture), plan_of(**changes))
     alone = train(engine)
     expected = engine.evaluate(batches_of(records(3, seed=99), plan_of(**changes)))
-    results = run_ranks(size, stages, [plan_of(**changes, parallel=way, world_size=size) for way in ways])
+    results = run_ranks(size, stages, [plan_of(**changes, parallel=way, world_size=size) for way in ways], architecture)
     for number in range(len(ways)):
         assert_same(results[0][number][0], alone)
         sums = [result[number][1] for result in results]
@@ -88,16 +91,17 @@ def broken_then_whole(group: Group, plan: Plan) -> Any:
     """A step whose loss is not a number, one that an observer gives up on one rank, and the same two steps whole."""
     engine = make(group, plan)
     share = lambda step: batches_of(share_of(records(5, seed=step), group.rank, group.size), plan)  # noqa: E731
-    broken = next(iter(engine.built.model.get_input_embeddings().parameters()))
-    row = broken.detach()[5].clone()
+    table = next(iter(engine.built.model.get_input_embeddings().parameters()))
+    broken = getattr(table, "ds_tensor", table).detach().view(-1, 64)  # stage 3: this rank's part of it
+    row = broken[5].clone()
     told = []
-    broken.detach()[5] = float("nan")
+    broken[5] = float("nan")
     try:
         engine.step(share(0), step=0, lr=plan.lr)
     except NotFinite as problem:
         told.append(problem.what)
         engine.abandon()
-    broken.detach()[5] = row
+    broken[5] = row
 
     def observe(part: str, index: int) -> None:
         if part == ("backward" if group.rank == 1 else "optimizer"):
@@ -113,9 +117,10 @@ def broken_then_whole(group: Group, plan: Plan) -> Any:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("way", ["zero1", "zero2"])
-def test_a_step_that_is_dropped_leaves_nothing(way: str):
-    results = run_ranks(2, broken_then_whole, plan_of(parallel=way, world_size=2))
+@pytest.mark.parametrize(("way", "offload"), [("zero2", "cpu"), ("zero3", "none")])
+def test_a_step_that_is_dropped_leaves_nothing(way: str, offload: str):
+    plan = plan_of(parallel=way, world_size=2, offload_optimizer=offload, micro_batch=1)
+    results = run_ranks(2, broken_then_whole, plan)
     expected = [loss for loss, *_ in on_one(plan_of(), steps=2, sizes=(5, 5))[0]]
     for told, found in results:
         assert told == ["the loss is not finite at step 1", "given up"]
@@ -196,6 +201,17 @@ def test_what_cannot_be_sharded_is_refused(changes: dict[str, Any], what: str, w
     assert caught.value.what == what and why in caught.value.why
 
 
+def test_a_model_in_several_formats_is_refused():
+    """Adapters are fp32, trained biases are in the compute format."""
+    adapter = Adapter(r=4, alpha=8, dropout=0.0, bias="all", targets=("all-linear",))
+    plan = plan_of(parallel="zero2", precision="bf16", base_format="bf16", adapter=adapter)
+    work = Work(Driver(make_built(plan, "qwen2")), sharded=False, trains_embedding=False)
+    with pytest.raises(UserError) as caught:
+        check_formats(work, plan)
+    assert caught.value.what == "this model cannot be trained with --parallel zero2"
+    assert caught.value.why.endswith("one format, float32 here, and some are in bfloat16")
+
+
 def test_without_deepspeed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
     with pytest.raises(UserError) as caught:
@@ -204,18 +220,18 @@ def test_without_deepspeed_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("values", "why"),
+    ("values", "why", "fix"),
     [
-        (dict(offload_optimizer="cpu"), "offload_optimizer is DeepSpeed's; it needs parallel zero1 or zero2 or zero3"),
-        (dict(parallel="zero2", offload_params="cpu"), "offload_params is DeepSpeed's; it needs parallel zero3"),
-        (dict(parallel="zero3", offload_params="nvme"), "offload_params nvme needs a folder on that disk"),
-        (dict(parallel="zero1", offload_optimizer="nvme", offload_folder="x"), "offload_optimizer nvme needs parallel"),
+        (dict(offload_optimizer="cpu"), "offload_optimizer is DeepSpeed's", "zero1 or zero2 or zero3"),
+        (dict(parallel="zero2", offload_params="cpu"), "offload_params is DeepSpeed's", "use parallel zero3"),
+        (dict(parallel="zero3", offload_params="nvme"), "offload_params nvme needs a folder on that disk", "name one"),
+        (dict(parallel="zero1", offload_optimizer="nvme", offload_folder="x"), "nvme is stage 3's", "parallel zero3"),
     ],
 )
-def test_offload_that_contradicts_the_rest(values: dict[str, Any], why: str):
+def test_offload_that_contradicts_the_rest(values: dict[str, Any], why: str, fix: str):
     with pytest.raises(UserError) as caught:
         recipes.build(values)
-    assert why in caught.value.why
+    assert why in caught.value.why and fix in caught.value.fix
 
 
 def test_configuration_of_a_plan():

@@ -16,11 +16,11 @@ from tests import tiny
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
-def make(group: Group, plan: Plan) -> Any:
+def make(group: Group, plan: Plan, architecture: str = "llama") -> Any:
     """An engine as a run makes it: stage 3 cuts each weight as soon as it is in its place."""
-    built = build(tiny.config_of("llama"), plan, "cpu")
+    built = build(tiny.config_of(architecture), plan, "cpu")
     open_host_together(built, plan, group, None)
-    fill(built, tiny.reference("llama").state_dict().items(), plan)
+    fill(built, tiny.reference(architecture).state_dict().items(), plan)
     finish_host_together(built, plan, group)
     add_adapter(built, plan)
     return make_engine(built, plan, group)

@@ -324,6 +324,8 @@ def _how(plan: dict[str, Any]) -> str:
         parts.append(f"{plan['num_layers'] - plan['resident_layers']} streamed from {plan['stream_from']}")
     parts += ["inputs offloaded"] * plan["offload_inputs"]
     parts += ["layer-major"] * (plan["accumulation_order"] == "layer-major")
+    parts += [f"MLP in {plan['mlp_tiles']} pieces"] * (plan["mlp_tiles"] > 1)
+    parts += ["head in RAM"] * (plan["head_place"] == "host")
     parts += [f"optimizer on the {plan['optimizer_place']}"] * (plan["optimizer_place"] != "device")
     return ", ".join(parts)
 

@@ -77,9 +77,8 @@ class Plan:
     offload_inputs: bool = False  # saved inputs of recomputed layers wait in host memory
     optimizer_place: str = "device"  # device | host | streamed: masters and state; streamed: updated on the GPU
     mlp_tiles: int = 1  # pieces of tokens in which a recomputed layer's gated MLP runs
-    offload_optimizer: str = "none"  # ZeRO: where DeepSpeed keeps optimizer state: none (the device) | cpu | nvme
-    offload_params: str = "none"  # ZeRO 3: where DeepSpeed keeps the parts of parameters: none | cpu | nvme
-    offload_folder: str | None = None  # on the disk that nvme means
+    offload_optimizer: str = "none"  # ZeRO: where DeepSpeed keeps optimizer state: none (the device) | cpu
+    offload_params: str = "none"  # ZeRO 3: where DeepSpeed keeps the parts of parameters: none | cpu
     parallel: str = "none"  # several GPUs: none | ddp | streamed | fsdp2 | zero1 | zero2 | zero3 | tp | pp | cp
     world_size: int = 1  # processes, each with a GPU of its own
     predicted: dict[str, Any] = field(default_factory=dict)

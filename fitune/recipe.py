@@ -25,7 +25,7 @@ OptimizerName = Literal[
 ]
 Schedule = Literal["cosine", "linear", "constant"]
 Parallel = Literal["auto", "none", "ddp", "streamed", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp"]
-Offload = Literal["none", "cpu", "nvme"]
+Offload = Literal["none", "cpu"]
 Effort = Literal["simple", "usual", "any"]
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "simple": ("none", "ddp"),
@@ -116,9 +116,8 @@ class Recipe(BaseModel):
         "Complexity you accept: simple (all on the GPU, or DDP), usual (also streaming, offload, FSDP2), "
         "any (also DeepSpeed, tensor and pipeline parallel).",
     )
-    offload_optimizer: Offload = setting("none", "Hardware", "ZeRO: optimizer state in host memory (cpu) or on a disk.")
-    offload_params: Offload = setting("none", "Hardware", "ZeRO 3: weights in host memory (cpu) or on a disk (nvme).")
-    offload_folder: str | None = setting(None, "Hardware", "Folder on the disk that nvme means.")
+    offload_optimizer: Offload = setting("none", "Hardware", "ZeRO: cpu keeps optimizer state in host memory.")
+    offload_params: Offload = setting("none", "Hardware", "ZeRO 3: cpu keeps the parts of weights in host memory.")
     vram: float | None = setting(None, "Hardware", "Cap on GPU memory in GiB.", gt=0)
     ram: float | None = setting(None, "Hardware", "Cap on host memory in GiB.", gt=0)
 
@@ -196,11 +195,6 @@ class Recipe(BaseModel):
         for name, ways in zero.items():
             if getattr(self, name) != "none" and self.parallel not in ways:
                 raise ValueError(f"{name} is DeepSpeed's; use parallel {' or '.join(ways)} with it")
-        on_disk = [name for name in zero if getattr(self, name) == "nvme"]
-        if on_disk and self.offload_folder is None:
-            raise ValueError(f"{on_disk[0]} nvme needs a folder on that disk; name one with offload_folder")
-        if self.offload_optimizer == "nvme" and self.parallel != "zero3":
-            raise ValueError("offload_optimizer nvme is stage 3's; use parallel zero3, or offload_optimizer cpu")
 
     def with_(self, **changes: Any) -> Recipe:
         """A changed copy, validated again."""

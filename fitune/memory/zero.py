@@ -44,7 +44,7 @@ class ZeroBytes:
         bucket: while gradients are exchanged.
         gathered: weights put together for their use, at most.
         lasting: of gradients and bucket what is there between steps too.
-        host: of all of these what is in host memory (or on a disk) and not on the device; not in the others.
+        host: of all of these what is in host memory and not on the device; not in the others.
     """
 
     weights: int

@@ -59,8 +59,6 @@ def config_of(plan: Plan) -> dict[str, Any]:
     for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_params)):
         if device != "none":
             zero[name] = {"device": device, "pin_memory": pin}
-            if device == "nvme":
-                zero[name]["nvme_path"] = plan.offload_folder
     half = low_precision(plan)
     return {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed's counts only; see `fitune.parallel.zero`

@@ -49,6 +49,7 @@ def _tight(context: PlanContext, formats: list[Plan]) -> list[ladder.Candidate]:
     quantised base where a wide one fits that does not wait for the link.)"""
     has_mlp = any(linear.in_mlp for layer in context.decoder.layers for linear in layer.linears)
     chunk = context.recipe.loss_chunk or placement.head_chunk(context.config.hidden_size)
+    formats = [draft for draft in formats if _has_ram(context, draft)]
     groups = [placement.tight_drafts(draft, context.row_width(draft), has_mlp, chunk) for draft in formats]
     for group in zip(*groups, strict=True):
         found: list[ladder.Candidate] = []
@@ -64,6 +65,19 @@ def _tight(context: PlanContext, formats: list[Plan]) -> list[ladder.Candidate]:
         if found:
             return found
     return []
+
+
+def _has_ram(context: PlanContext, draft: Plan) -> bool:
+    """Whether all weights and a row's inputs have room in RAM: the last rungs are not tried for a job that would have
+    to stream from a disk."""
+    plan = draft.with_(stream_from="pinned", resident_layers=0, offload_inputs=True, micro_batch=1,
+                       recompute_layers=draft.num_layers)  # fmt: skip
+    if plan.method != "lora" or plan.world_size > 1:
+        return False
+    width = context.row_width(plan)
+    terms = placement.terms_of(context, plan, context.num_rows(plan))(1, width, plan.loss_chunk)
+    settled = placement.settled(context, plan, terms, width)
+    return settled is not None and settled.stream_from != "disk"
 
 
 def least_of(context: PlanContext, tried: Tried) -> ladder.Candidate:

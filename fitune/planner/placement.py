@@ -44,7 +44,7 @@ def resident(plan: Plan) -> Plan:
     """The plan whose step is traced: everything on the card, one micro-batch after the other. With a head in host
     memory inputs stay where they are, and either all layers are streamed or none (its tiles are sized by the ring)."""
     plan = plan.with_(accumulation_order="micro-batch-major", optimizer_place="device", parallel="none", world_size=1,
-                      offload_optimizer="none", offload_params="none", offload_folder=None)  # fmt: skip
+                      offload_optimizer="none", offload_params="none")  # fmt: skip
     if plan.head_place == "device":
         return plan.with_(stream_from="none", resident_layers=None, offload_inputs=False)
     if plan.streamed_layers():

@@ -31,8 +31,7 @@ def drafted(draft: Plan, layout: Layout, recipe: Recipe) -> Plan:
         pinned = "pinned" if draft.device == "cuda" else "pageable"
         changes |= dict(stream_from=pinned, resident_layers=0) if draft.method == "lora" else {}
     elif layout.way in ZERO:
-        changes |= dict(offload_optimizer=recipe.offload_optimizer, offload_params=recipe.offload_params,
-                        offload_folder=recipe.offload_folder)  # fmt: skip
+        changes |= dict(offload_optimizer=recipe.offload_optimizer, offload_params=recipe.offload_params)
     return draft.with_(**changes)
 
 

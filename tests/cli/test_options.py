@@ -29,14 +29,14 @@ TYPED = {
     "parallel": "ddp", "vram": "10", "ram": "16GiB",
     "save_every": "5", "eval_every": "6", "keep_checkpoints": "3", "on_nan": "skip",
     "log_to": "tensorboard,wandb", "out": "o", "effort": "any", "lang": "zh", "wsl": True, "offload_params": "cpu",
-    "offload_optimizer": "nvme", "offload_folder": "f",
+    "offload_optimizer": "cpu",
 }  # fmt: skip
 
 
 # Settings that are refused without another one.
 TOGETHER = {
     "offload_params": {"parallel": "zero3"},
-    "offload_optimizer": {"parallel": "zero3", "offload_folder": "f"},
+    "offload_optimizer": {"parallel": "zero3"},
     "wsl": {"gpu": "rtx3080"},
 }
 

@@ -35,6 +35,8 @@ _LARGEST_WRITE = 64 << 20  # bytes a call: a signal is answered in between
 _TEMP = "fitune-tmp"
 _OLD = "fitune-old"
 _LEFTOVER = re.compile(rf"\.(?P<name>.+)\.(?P<kind>{_TEMP}|{_OLD})-[0-9a-f]{{12}}")
+# Siblings that this process is building: another of its threads may write beside them, where nothing can be locked.
+_building: set[Path] = set()
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # How libraries word a full disk when they do not raise OSError: safetensors (the first three), and torch.save, whose
 # zip writer (inline_container.cc) only notices that less was written than asked. Seen with torch 2.13 on a full tmpfs.
@@ -103,6 +105,7 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             _sync_folder(target.parent)
         finally:
             temp.unlink(missing_ok=True)
+            _building.discard(temp)
 
 
 @contextmanager
@@ -134,6 +137,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         raise file_error("write", path, error) from error
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+        _building.discard(temp)
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -191,7 +195,7 @@ def clean_leftovers(folder: Path) -> None:
         return
     for name in names:
         match = _LEFTOVER.fullmatch(name)
-        if match is None:
+        if match is None or folder / name in _building:
             continue
         with _held(folder / name) as free:  # held until it is gone, so that nobody begins to write into it
             if free:
@@ -240,18 +244,25 @@ def _claim(target: Path, folder: bool) -> tuple[Path, int]:
     """A new locked sibling of `target` and its descriptor (-1: a folder on a system without locks)."""
     while True:
         temp = _sibling(target, _TEMP)
-        if folder:
-            temp.mkdir()
-            try:
+        _building.add(temp)
+        claimed = False
+        try:
+            if folder:
+                temp.mkdir()
                 descriptor = os.open(temp, os.O_RDONLY) if fcntl is not None else -1
-            except FileNotFoundError:  # swept up by somebody who writes beside this
-                continue
-        else:
-            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
-        # Another writer may have swept it up between its birth and the lock.
-        if descriptor < 0 or (try_lock(descriptor) and temp.exists()):
-            return temp, descriptor
-        os.close(descriptor)
+            else:
+                descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+            # Another writer may have swept it up between its birth and the lock.
+            claimed = descriptor < 0 or (try_lock(descriptor) and temp.exists())
+            if claimed:
+                return temp, descriptor
+            os.close(descriptor)
+        except FileNotFoundError:  # swept up so early, or the folder itself is gone
+            if not target.parent.is_dir():
+                raise
+        finally:
+            if not claimed:
+                _building.discard(temp)
 
 
 def _sibling(target: Path, kind: str) -> Path:

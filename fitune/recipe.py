@@ -33,6 +33,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "any": ("none", "ddp", "streamed", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "pp"),
 }
 """Ways for several GPUs that a plan may choose by itself, by the effort that is accepted."""
+WHERE = ("devices", "nproc", "parallel", "lang")
+"""Settings that a resumed run may be given anew."""
 QUANTISED_FORMATS = ("int8", "nf4", "fp4")
 
 
@@ -108,7 +110,7 @@ class Recipe(BaseModel):
         False, "Hardware", "With --gpu: under Windows' WSL, which sees half of the RAM and pins little."
     )
     devices: str | None = setting(None, "Hardware", "Which devices to use: cpu, or GPUs' indices (0,1).")
-    nproc: int | None = setting(None, "Hardware", "Processes, each with a GPU of its own (default: all GPUs).", ge=1)
+    nproc: int | None = setting(None, "Hardware", "Processes, each with a GPU (default: the plan's; CPU: one).", ge=1)
     parallel: Parallel = setting("auto", "Hardware", "How several GPUs share the work: auto, none (one GPU) or a way.")
     effort: Effort = setting(
         "usual",
@@ -184,6 +186,8 @@ class Recipe(BaseModel):
                 f"parallel {self.parallel} is more than effort simple accepts, which is one GPU or ddp; "
                 "leave one of the two out"
             )
+        if self.parallel == "none" and (self.nproc or 1) > 1:
+            raise ValueError(f"parallel none is one process, and nproc is {self.nproc}; leave one of the two out")
         if self.lora_targets != "all-linear" and not self.lora_targets:
             raise ValueError("lora_targets is empty; name at least one layer, or all-linear")
         if self.micro_batch is not None and self.micro_batch > self.batch:

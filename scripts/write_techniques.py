@@ -41,7 +41,6 @@ _WORDS = {
     "approximate": ("approximate", "近似"),
     "other": ("another method", "另一种方法"),
     "auto": ("by itself", "自动"),
-    "absent": ("not in this version", "本版本尚无"),
     "ends": (": ", "："),
     "comma": (", ", "，"),
 }
@@ -60,7 +59,7 @@ def page(lang: str) -> str:
     lines += ["", f"## {word('overview')}", "", f"| {' | '.join(heads)} |", "| --- | --- | --- | --- |"]
     for t in ALL:
         ways = ([word("auto")] if t.is_auto else []) + ([f"`{t.setting}`"] if t.setting else [])
-        asked = word("comma").join(ways) or word("absent")
+        asked = word("comma").join(ways)
         lines.append(f"| {t.text('name', lang)} | `{t.formula}` | {word(t.exact)} | {asked} |")
     for t in ALL:
         lines += ["", f'<a id="{t.key}"></a>', "", f"## {t.text('name', lang)}", ""]

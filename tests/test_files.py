@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fitune import files
 from fitune.errors import UserError
 from fitune.files import atomic_folder, atomic_write, clean_leftovers, is_disk_full, size_on_disk
 
@@ -201,6 +202,21 @@ def test_cleaning_leaves_what_a_living_process_writes_and_what_is_not_ours(tmp_p
         assert (temp / "a").exists()
     assert sorted(os.listdir(tmp_path)) == [".git", "adapter", "notes.fitune-tmp-0123456789ab"]
     clean_leftovers(tmp_path / "missing")
+
+
+def test_what_this_process_builds_stays_where_nothing_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, and file systems without locks: one thread writes a checkpoint, another one a file beside it."""
+    monkeypatch.setattr(files, "fcntl", None)
+    left = tmp_path / ".old.fitune-tmp-0123456789ab"
+    left.write_text("left by a killed process")
+    with atomic_folder(tmp_path / "step-1") as temp:
+        (temp / "parameters").write_text("whole")
+        atomic_write(tmp_path / "best.json", "1")
+        assert not left.exists()
+    assert (tmp_path / "step-1" / "parameters").read_text() == "whole"
+    assert sorted(os.listdir(tmp_path)) == ["best.json", "step-1"] and not files._building
 
 
 def test_full_disk_is_known_from_other_failures() -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 OnEvent = Callable[[dict[str, Any]], None]
 RECIPE_SUFFIXES = (".yaml", ".yml")
-WHERE = ("devices", "nproc", "parallel", "lang")  # settings that a resumed run may be given anew
 
 
 def plan(model: str | Path, **settings: Any) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def train(
     Args:
         model: as in `plan`; None with `resume`.
         resume: a run folder to continue; its own recipe is used, so no other setting may be given but where it runs
-            and its report's language (`WHERE`).
+            and its report's language (`fitune.recipe.WHERE`).
         on_event: called with each event of the run (one JSON object, as in `events.jsonl`).
         supervise: in a process of its own that is started again when the system kills it, as the command line does;
             off by default, so that it happens here.
@@ -63,7 +62,7 @@ def train(
     """
     if resume is not None:
         named = ["MODEL"] * (model is not None)
-        named += [name.replace("_", "-") for name in settings if name not in WHERE]
+        named += [name.replace("_", "-") for name in settings if name not in recipes.WHERE]
         if named:
             raise UserError(f"cannot resume with other settings: {', '.join(named)}",
                             "a resumed run keeps its recipe, so that it ends as it would have without the stop",
@@ -86,6 +85,15 @@ def recipe_of_run(run: str | Path, settings: dict[str, Any]) -> tuple[recipes.Re
     folder = RunFolder.open_existing(run)
     values = recipes.load(folder.recipe_path) | settings
     return recipes.build(values, str(folder.recipe_path)), folder.path
+
+
+def size_of_run(folder: Path) -> int:
+    """Processes of the plan that is in force in a run's folder."""
+    from fitune import plan as plans
+    from fitune.train.run_folder import RunFolder
+
+    path = RunFolder.open_existing(folder).current_plan_path
+    return plans.from_json(path.read_text(encoding="utf-8")).world_size
 
 
 def predict(model: str | Path | None, *, stack: str | None = None, **settings: Any) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from fitune.cli.output import json_option, print_json
 from fitune.errors import EXIT_DONE, EXIT_FAILED
 
 if TYPE_CHECKING:
+    from fitune.hardware import Machine
+    from fitune.recipe import Recipe
     from fitune.train.supervise import Link
 
 
 def wanted(model: str | Path | None, resume: str | Path | None, settings: dict[str, Any]) -> int:
-    """How many processes this job is for on this machine.
+    """How many processes this job is for on this machine: as many as are asked for, or as `fitune plan` says.
 
     Raises:
         UserError: a setting that cannot be, or more GPUs than there are.
@@ -24,8 +26,25 @@ def wanted(model: str | Path | None, resume: str | Path | None, settings: dict[s
     from fitune import hardware
     from fitune.parallel.launch import num_processes
 
-    recipe = api.recipe_of_run(resume, settings)[0] if resume is not None else api.make_recipe(model, settings)
-    return num_processes(recipe, len(hardware.probe().devices))
+    if resume is None:
+        recipe, before = api.make_recipe(model, settings), 0
+    else:
+        recipe, folder = api.recipe_of_run(resume, settings)
+        before = api.size_of_run(folder)
+    machine = hardware.probe()
+    most = num_processes(recipe, len(machine.devices))
+    if most in (1, before) or recipe.nproc is not None or recipe.gpu is not None:
+        return most
+    return _planned(recipe, machine, most)
+
+
+def _planned(recipe: Recipe, machine: Machine, most: int) -> int:
+    """Processes of the plan for this machine: fewer than GPUs where more would not be faster. (What the data's lengths
+    change is left to the plan of these processes.)"""
+    from fitune.planner import make_plan
+
+    result = make_plan(recipe, machine, detailed=True)
+    return min(most, result.plan.world_size) if result.fits else most
 
 
 def run(command: list[str], size: int, link: Link | None) -> int:

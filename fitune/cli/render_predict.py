@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fitune.cli import render, render_needs, render_plan
 from fitune.cli import render_memory as memory
-from fitune.cli.render import entry_line, summary
 from fitune.cli.words import Words
 from fitune.cli.words_predict import PREDICT
 from fitune.memory.groups import group_of, grouped, name_of
-from fitune.units import format_bytes, format_duration
+from fitune.planner.sentences import translated
+from fitune.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,7 @@ def show_prediction(console: Console, result: Mapping[str, Any], lang: str = "en
     for index, line in enumerate(verdict(result, words)):
         console.print(line, markup=False, width=width, style="bold" if not index else "")
     for note in result.get("notes") or []:
-        console.print(f"note: {note}", markup=False, width=width)
+        console.print(words("note", note=translated(note, lang)), markup=False, width=width)
     _section(console, words("where"), [breakdown_table(result, words)])
     rows = memory.phase_owners(result)
     budget = plan.get("budget_bytes")
@@ -45,9 +46,9 @@ def show_prediction(console: Console, result: Mapping[str, Any], lang: str = "en
             console.print(line, markup=False, width=width)
     if result.get("techniques"):
         _section(console, words("techniques"), [techniques_table(result, words)])
-        useless = [t["technique"] for t in result["techniques"] if t["saves_bytes"] <= 0]
+        useless = [translated(t["technique"], lang) for t in result["techniques"] if t["saves_bytes"] <= 0]
         if useless:
-            console.print(f"{words('no_help')}: {'; '.join(useless)}", markup=False, width=width)
+            console.print(f"{words('no_help')}{words('colon')}{'; '.join(useless)}", markup=False, width=width)
     for line in fitting_lines(result, words):
         console.print(line, markup=False, width=width)
 
@@ -69,24 +70,26 @@ def verdict(result: Mapping[str, Any], words: Words) -> list[str]:
     if budget is not None:
         line = words("needs", needed=format_bytes(needed), budget=format_bytes(budget))
         gap = format_bytes(abs(needed - budget))
-        line += ": " + (words("left", left=gap) if result["fits"] else words("too_much", excess=gap))
+        line += words("colon") + (words("left", left=gap) if result["fits"] else words("too_much", excess=gap))
         interval = result.get("interval")
         if interval:
             low, high = (format_bytes(interval[name]) for name in ("low_bytes", "high_bytes"))
             lines += [line, words("between", low=low, high=high) + _doubt(result, words)]
         else:
             lines.append(line)
-    lines.append(summary(plan))
+    lines.append(summary(plan, words.lang))
     told = result.get("stack_settings")
     if told:
         shown = (f"{name.replace('_', ' ')} {_setting(name, told[name])}" for name in STACK_SHOWN if told.get(name))
         lines.append(", ".join(shown))
-    step_s = (result.get("predicted") or {}).get("step_s")
-    if step_s is not None:
-        rate = result["predicted"].get("tokens_per_s")
-        tokens = f", {rate:,.0f} tokens/s" if rate else ""
-        lines.append(words("step_time", step=format_duration(step_s)) + tokens)
+    if speed := render_needs.speed_line(result.get("predicted") or {}, words.lang):
+        lines.append(speed)
     return lines
+
+
+def summary(plan: Mapping[str, Any], lang: str) -> str:
+    """The job in one line."""
+    return render.summary(dict(plan)) if lang == "en" else render_plan.summary(plan)
 
 
 def _setting(name: str, value: str) -> str:
@@ -98,9 +101,9 @@ def _doubt(result: Mapping[str, Any], words: Words) -> str:
     """What follows the interval where the budget lies within it."""
     budget, interval = result["plan"]["budget_bytes"], result["interval"]
     if result["fits"] and interval["high_bytes"] > budget:
-        return ": " + words("may_not_fit")
+        return words("colon") + words("may_not_fit")
     if not result["fits"] and interval["low_bytes"] <= budget:
-        return ": " + words("may_fit")
+        return words("colon") + words("may_fit")
     return ""
 
 
@@ -141,7 +144,7 @@ def elsewhere(result: Mapping[str, Any], words: Words) -> Iterator[str]:
                     key=lambda n: predicted["phases"][n][field])  # fmt: skip
         parts.append(f"{words(key)} {format_bytes(size)} ({words(phase)})")
     if parts:
-        yield ", ".join(parts)
+        yield words("comma").join(parts)
 
 
 def step_base(result: Mapping[str, Any]) -> dict[str, int]:
@@ -158,7 +161,8 @@ def peak_lines(result: Mapping[str, Any], words: Words, count: int = 4) -> list[
     timeline = result["timeline"]
     top = max(timeline, key=lambda moment: moment["bytes"])
     base = sum(step_base(result).values())
-    lines = [words("highest", size=format_bytes(top["bytes"] + base), place=top["place"])]
+    place = translated(top["place"], words.lang)
+    lines = [words("highest", size=format_bytes(top["bytes"] + base), place=place)]
     largest: dict[str, tuple[int, str, str]] = {}
     for moment in timeline:
         for block in moment["largest"]:
@@ -166,7 +170,9 @@ def peak_lines(result: Mapping[str, Any], words: Words, count: int = 4) -> list[
             if block["num_bytes"] > largest.get(key, (0,))[0]:
                 largest[key] = (block["num_bytes"], block["label"], moment["place"])
     ordered = sorted(largest.values(), reverse=True)[:count]
-    return lines + [f"  {label}: {format_bytes(size)}, {place}" for size, label, place in ordered]
+    for size, label, place in ordered:
+        lines.append(f"  {label}: {format_bytes(size)}{words('comma')}{translated(place, words.lang)}")
+    return lines
 
 
 def stack_parts_table(result: Mapping[str, Any]) -> Table:
@@ -197,7 +203,7 @@ def techniques_table(result: Mapping[str, Any], words: Words) -> Table:
         if entry["saves_bytes"] <= 0:
             continue
         verb = words("fits_then") if entry["fits"] else ""
-        name = entry["technique"] + ("" if entry["exact"] else f" ({words('approximate')})")
+        name = translated(entry["technique"], words.lang) + ("" if entry["exact"] else f" ({words('approximate')})")
         row = (Text(name), format_bytes(entry["saves_bytes"]), format_bytes(entry["needs_bytes"]), verb)
         table.add_row(*row[: len(table.columns)])
     return table
@@ -228,8 +234,9 @@ def fitting_lines(result: Mapping[str, Any], words: Words) -> Iterator[str]:
         size = f": {format_bytes(needed)}" if needed else ""
         title = words("fitting" if not result.get("stack") else "fitting_fitune")
         yield f"{title}{size}"
-        yield ", ".join((f"  {summary(plan)}", *_placed(plan, words)))
+        yield words("comma").join((f"  {summary(plan, words.lang)}", *_placed(plan, words)))
         return
     yield words("none_fits")
     for entry in result.get("nearest_fits") or []:
-        yield f"{words('nearest')}: {entry_line(entry)}"
+        text = render.entry_line(entry) if words.lang == "en" else render_plan.entry_text(entry, words.lang)
+        yield f"{words('nearest')}{words('colon')}{text}"

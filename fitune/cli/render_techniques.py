@@ -26,7 +26,8 @@ TECHNIQUES: Table = {
     "approximate": ("approximate", "近似"),
     "other": ("another method", "另一种方法"),
     "gpus": ("on {n} GPUs", "{n} 块 GPU"),
-    "absent": ("not in this version", "本版本尚无"),
+    "itself": ("by itself, where it helps", "需要时自动采用"),
+    "colon": (": ", "："),
     "more": ("How each works, with sources: docs/techniques/", "各技术的原理与出处：docs/techniques/"),
 }  # fmt: skip
 
@@ -45,7 +46,7 @@ def show_techniques(console: Console, effects: Sequence[Mapping[str, Any]], lang
         console.print(line, markup=False, style="bold")
         for part in wrapped(technique.text("how", lang), width - 4):
             console.print(f"    {part}", markup=False)
-        for part in wrapped(f"{words('costs')}: {technique.text('costs', lang)}", width - 4):
+        for part in wrapped(f"{words('costs')}{words('colon')}{technique.text('costs', lang)}", width - 4):
             console.print(f"    {part}", markup=False, style="dim")
     for part in wrapped(words("legend"), width):
         console.print(part, markup=False, style="dim")
@@ -55,7 +56,7 @@ def show_techniques(console: Console, effects: Sequence[Mapping[str, Any]], lang
         console.print(words("others"), markup=False, style="bold")
         lines = []
         for e in rest:
-            how = e["setting"] or (words("absent") if BY_KEY[e["technique"]].is_auto is False else "")
+            how = e["setting"] or words("itself")
             gpus = f" ({words('gpus', n=e['num_gpus'])})" if e["num_gpus"] else ""
             lines.append((BY_KEY[e["technique"]].text("name", lang) + gpus, size_text(e), words(e["exact"]), how))
         for line in columns(lines, left=(0, 2, 3)):

@@ -48,8 +48,10 @@ def export_best(
             _write(run, plan, tensors, temp)
         return Exported("adapter" if plan.adapter else "model", out, size_on_disk(out), step=step)
     with tempfile.TemporaryDirectory(prefix="fitune-") as folder:
-        _write(run, plan, tensors, Path(folder))
-        written = merge_adapter(run, Path(folder), out, dtype, ram_bytes, progress)
+        adapter = Path(folder) / "adapter"
+        with atomic_folder(adapter) as temp:  # for its words when that disk is full
+            _write(run, plan, tensors, temp)
+        written = merge_adapter(run, adapter, out, dtype, ram_bytes, progress)
     return dataclasses.replace(written, step=step)
 
 
@@ -61,7 +63,9 @@ def _write(run: RunFolder, plan: Plan, tensors: dict[str, torch.Tensor], folder:
     result = run.adapter_path if plan.adapter is not None else run.model_path
     if result.is_dir():
         for file in result.iterdir():
-            if file.name not in ADAPTER_FILES and not file.name.endswith(_WEIGHTS):
+            if file.is_dir():  # further chat templates
+                shutil.copytree(file, folder / file.name)
+            elif file.name not in ADAPTER_FILES and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, folder / file.name)
     else:
         _tokenizer(run, source).save_pretrained(folder)
@@ -90,6 +94,9 @@ def _put_model(source: Any, plan: Plan, tensors: dict[str, torch.Tensor], folder
     dtype = torch_dtype(plan.base_format)
     model = source.meta_model()
     weights = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    saved = model.state_dict().keys()
+    buffers = {name for name, _ in model.named_buffers() if name in saved}  # no training changes them
+    weights |= dict(source.iter_weights(buffers)) if buffers else {}
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     still = sorted(n for n, p in model.named_parameters() if p.is_meta)

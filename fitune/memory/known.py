@@ -64,6 +64,7 @@ class Known:
         self.config, self.plan, self._entry, self._key = config, plan, entry, key
         self._script = self._scripted(entry)
         self._terms: dict[str, StepTerms] = {}
+        self._scripts: dict[tuple[int | None, ...], Script] = {}  # of one shape, with another optimizer than BASE
         self._tracer: Any = None
 
     def _scripted(self, entry: Entry | None) -> Script | None:
@@ -113,8 +114,13 @@ class Known:
         if isinstance(source, Script):
             return source
         assert self._entry is not None
-        made = source.script_at(num_rows, num_columns, loss_chunk, together)
-        return with_optimizer(made, self._entry.dims, self.plan.optimizer)
+        made: Script = source.script_at(num_rows, num_columns, loss_chunk, together)
+        if self.plan.optimizer == BASE:
+            return made
+        key = (num_rows, num_columns, loss_chunk, together)
+        if key not in self._scripts:
+            self._scripts[key] = with_optimizer(made, self._entry.dims, self.plan.optimizer)
+        return self._scripts[key]
 
     def step_events(self, num_rows: int, num_columns: int, loss_chunk: int, **how: Any) -> list[Event]:
         """See `Script.step_events`."""

@@ -80,11 +80,14 @@ class Script:
         return self.granule > 1
 
     def placed(self, placement: Placement) -> Script:
-        """The same step with weights elsewhere, or in another order of micro-batches."""
+        """The same step with weights elsewhere, or in another order of micro-batches. Cached."""
         if placement == self.placement:
             return self
-        narrow = self.narrow.placed(placement) if self.narrow is not None else None
-        return replace(self, placement=placement, narrow=narrow, _cache={})
+        if placement not in self._cache:
+            narrow = self.narrow.placed(placement) if self.narrow is not None else None
+            self._cache[placement] = replace(self, placement=placement, narrow=narrow, _cache={})
+        made: Script = self._cache[placement]
+        return made
 
     def held_by(self, layer: int) -> Held:
         """What a layer holds on the device all the time."""

@@ -108,18 +108,19 @@ def _sums(script: Script, num_chunks: int) -> tuple[Sums, Sums, Sums]:
     key = ("sums", count)
     if key not in script._cache:
         kinds = representatives(script)
-        # any shape with that many chunks, the last one partial; a script of one shape is asked at it
+        # any shape with that many chunks, the last one partial; a script of one shape is asked at it, whose chunks in
+        # the middle are told once where they leave nothing
         rows, columns, chunk = script.at or (2, 2 + count, {1: 6, 2: 4, 3: 3}[count])
         made = []
         # an extra layer that sends its input to host memory last: the others stand for all that are not the last
         longer = (*kinds, kinds[-1]) if _offloads(script) else kinds
         for some, recompute in ((longer, len(longer)), (kinds, 0)):
-            splicer = Splicer(script, (rows, columns, chunk))
+            splicer = Splicer(script, (rows, columns, chunk), _MOST_CHUNKS)
             splicer.start(1)
             for run in ("0", "1"):
                 splicer.forward_backward((run,), some, recompute)
             made.append(_signed(splicer, chunk))
-        splicer = Splicer(script, (rows, columns, chunk))
+        splicer = Splicer(script, (rows, columns, chunk), _MOST_CHUNKS)
         play_evaluation(splicer, kinds)
         script._cache[key] = (made[0], made[1], _signed(splicer, chunk))
     return script._cache[key]

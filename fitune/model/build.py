@@ -25,7 +25,7 @@ from fitune.model.formats import DENSE, Scratch
 from fitune.model.linear import BaseLinear, StepContext
 from fitune.model.outside import embedding_to_host, head_to_host, open_host, weight_at_hand
 from fitune.model.streamed import StreamedLayers
-from fitune.plan import Plan
+from fitune.plan import Adapter, Plan
 
 RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv")
 # What each type of rope scaling must be told. `dynamic` is left out: its frequencies follow the longest row of a
@@ -245,6 +245,8 @@ def _replace_linears(built: Built) -> None:
     for name, module in list(built.model.named_modules()):
         if not name.startswith(built.layers_prefix + ".") or not isinstance(module, (nn.Linear, Conv1D)):
             continue
+        if type(module) not in (nn.Linear, Conv1D) and {"__init__", "forward"} <= vars(type(module)).keys():
+            continue  # it is more than its product: the routers of Llama 4 and Phi-MoE
         rows, cols = module.weight.shape
         transposed = isinstance(module, Conv1D)
         out_features, in_features = (cols, rows) if transposed else (rows, cols)
@@ -438,19 +440,13 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
     spec = plan.adapter
     if spec is None:
         return []
-    adapted = list(dict.fromkeys(name for target in spec.targets for name in _adapted_by(built, target)))
+    adapted = adapted_weights(built, spec)
     fused = {name: experts for experts in built.experts for name in experts.names()}
     if (spec.dora or spec.dropout > 0) and any(name in fused for name in adapted):
         raise UserError(
             "cannot adapt fused experts like this",
             "their weight is one tensor to which B A is added: it has no input to drop parts of, and no row norms",
             "use --lora-dropout 0 and no --dora, or other --lora-targets",
-        )
-    if any(name in fused and type(fused[name]) is not PackedExperts for name in adapted):
-        raise UserError(
-            "cannot adapt fused experts that are split among GPUs",
-            "their adapters' gradients would have to be added up over the ranks, which is not done",
-            "use another --parallel, or other --lora-targets",
         )
     for name in adapted:
         key = zlib.crc32(name.encode())
@@ -467,6 +463,15 @@ def add_adapter(built: Built, plan: Plan) -> list[str]:
             inside = name.rpartition(".")[0] in adapted
             parameter.requires_grad_(spec.bias == "all" or inside)
     return adapted
+
+
+def adapted_weights(built: Built, spec: Adapter) -> list[str]:
+    """Names of the linear layers and fused expert weights that get an adapter, each once.
+
+    Raises:
+        UserError: a target matches none.
+    """
+    return list(dict.fromkeys(name for target in spec.targets for name in _adapted_by(built, target)))
 
 
 def _adapted_by(built: Built, target: str) -> list[str]:

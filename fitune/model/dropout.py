@@ -113,9 +113,20 @@ def _fused(device: torch.device) -> Any:
     try:
         from fitune.model.dropout_kernel import dropout_kernel
 
-        same = torch.equal(_launch(dropout_kernel, x, 0.5, keys, 7), _plain(x, 0.5, keys, 7))
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        if torch.equal(_launch(dropout_kernel, x, 0.5, keys, 7, 3), _plain(x, 0.5, keys, 7, 3)):
+            return dropout_kernel
+        why = "what it gives is not what plain torch gives"
+    except _failures() as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        logging.getLogger(__name__).warning("LoRA dropout runs without its Triton kernel, which is slower: %s", why)
-        return None
-    return dropout_kernel if same else None
+    logging.getLogger(__name__).warning("LoRA dropout runs without its Triton kernel, which is slower: %s", why)
+    return None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a kernel that cannot be built or run raises: Triton's compiler and `ptxas` an Exception of its own."""
+    usual = (ImportError, OSError, RuntimeError, subprocess.SubprocessError)
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return usual
+    return (*usual, TritonError)

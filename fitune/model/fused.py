@@ -160,7 +160,7 @@ class _RMSNorm(torch.autograd.Function):
             mask = [True, need_weight]
             dx, dw = _aten._fused_rms_norm_backward(grads[0].contiguous(), x, [x.shape[-1]], rstd, weight, mask)
             return dx, dw if need_weight else None, None, None, None
-        normed = x.float().mul_(rstd)
+        normed = x.to(torch.float32, copy=True).mul_(rstd)  # of fp32 too: others have saved the same input
         grad = grads[0].float()
         dw = None
         if need_weight:

@@ -7,7 +7,7 @@ Shapes: x [B, T, H].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from fitune.model.linear import StepContext
 
 Mlp = Callable[[torch.Tensor], torch.Tensor]
+FOLLOWED_PIECES = 4
 
 
 def tiled(mlp: Mlp, module: torch.nn.Module, x: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -42,7 +43,7 @@ class _Tiled(torch.autograd.Function):
             return torch.zeros_like(x)
         x_NH = x.reshape(-1, x.shape[-1])
         out_NH = torch.empty_like(x_NH)
-        for rows in _pieces(ctx, x_NH.shape[0]):
+        for rows in _pieces(ctx, x_NH):
             out_NH[rows] = mlp(x_NH[rows])
         return out_NH.view(x.shape)
 
@@ -52,7 +53,7 @@ class _Tiled(torch.autograd.Function):
         needs_input = ctx.needs_input_grad[0]
         x_NH, g_NH = x.detach().reshape(-1, x.shape[-1]), grads[0].reshape(-1, x.shape[-1])
         dx_NH = torch.empty_like(x_NH) if needs_input else None
-        for rows in _pieces(ctx, x_NH.shape[0]):
+        for rows in _pieces(ctx, x_NH):
             with torch.enable_grad():
                 part_NH = x_NH[rows].detach().requires_grad_(needs_input)
                 out_NH = ctx.mlp(part_NH)
@@ -65,14 +66,19 @@ class _Tiled(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def _pieces(ctx: Any, num_tokens: int) -> Iterator[slice]:
-    """Token ranges of nearly equal size; inside, dropout's keys are those of the range."""
+def _pieces(ctx: Any, x_NH: torch.Tensor) -> Iterator[slice]:
+    """Token ranges of nearly equal size; inside, dropout's keys are those of the range. On meta, where a step is only
+    followed, of many pieces the first two and the last two: those between allocate what the second one does."""
     context: StepContext = ctx.context
     before = context.token_keys, context.mlp_tiles
+    num_tokens = x_NH.shape[0]
     size = -(-num_tokens // ctx.num_tiles)
+    starts: Sequence[int] = range(0, num_tokens, size)
+    if x_NH.is_meta and len(starts) > FOLLOWED_PIECES:
+        starts = [*starts[:2], *starts[-2:]]
     context.mlp_tiles = 1
     try:
-        for start in range(0, num_tokens, size):
+        for start in starts:
             rows = slice(start, min(start + size, num_tokens))
             context.token_keys = ctx.keys[rows] if ctx.keys is not None else None
             yield rows

@@ -15,6 +15,7 @@ Shapes: B rows, T tokens of a whole row, N ranks, H query heads, K key heads, D 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fitune.engine.batch import Batch, HostBatch
 from fitune.engine.engine import Engine, StepResult
@@ -63,9 +65,16 @@ def check_context(built: Built, plan: Plan) -> None:
         why = "it has layers other than attention that look from token to token"
     elif any(rope.get("rope_type") in _ROPE_BY_LENGTH for rope in each):
         why = "its rotary frequencies depend on the length of the row, of which each GPU sees a part"
+    elif any(_counts_tokens(module) for module in built.layers.modules()):
+        why = "its attention counts tokens by itself, and each GPU sees a part of them"
     if why is not None:
         raise UserError(f"rows of {type(built.model).__name__} cannot be cut into slices (--parallel cp)", why,
                         "use --parallel ddp, fsdp2 or pp")  # fmt: skip
+
+
+def _counts_tokens(module: nn.Module) -> bool:
+    """Whether an attention takes positions from its input's length instead of those it is given (Llama 4)."""
+    return "Attention" in type(module).__name__ and "torch.arange(" in inspect.getsource(type(module).forward)
 
 
 # ---- slices of rows --------------------------------------------------------------------------------------------------

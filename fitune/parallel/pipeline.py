@@ -237,21 +237,35 @@ class PipelineEngine(Engine):
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """Of all stages, on the first rank; the others take part and get nothing."""
-        return self._gathered(lambda tensor: tensor)
+        return self._gathered(lambda tensor: tensor)[0]
 
-    def _gathered(self, form: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What all stages train, layer by layer in the first rank's host memory, each in its `form` there."""
-        own = super().trained_tensors()
-        found: dict[str, torch.Tensor] = {}
+    def _gathered(
+        self, form: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """(what all stages train, each tensor in its `form`; buffers that are saved with a model), gathered layer by
+        layer in the first rank's host memory."""
+        own, buffers = super().trained_tensors(), self._own_buffers()
+        found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
         for layer in (*range(len(self.built.layers)), ENDS):
-            names = [name for name in own if part_of(name, self.built.layers_prefix) == layer]
+            mine = [{n: t for n, t in some.items() if part_of(n, self.built.layers_prefix) == layer}
+                    for some in (own, buffers)]  # fmt: skip
             told: list[Any] | None = [None] * self.group.size if self.group.is_leader else None
-            dist.gather_object({name: own[name] for name in names}, told, dst=0, group=self.group.control)
-            found |= {name: form(tensor) for part in told or () for name, tensor in part.items()}
+            dist.gather_object(mine, told, dst=0, group=self.group.control)
+            for trained, saved in told or ():
+                found[0].update({name: form(tensor) for name, tensor in trained.items()})
+                found[1].update(saved)
         return found
 
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """Saved buffers of this stage's layers, and those outside the layers, which every stage has read."""
+        model, prefix = self.built.model, self.built.layers_prefix
+        saved = model.state_dict().keys()
+        return {name: buffer.cpu() for name, buffer in model.named_buffers()
+                if name in saved and part_of(name, prefix) in (*self.own, ENDS)}  # fmt: skip
+
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
-        return self._gathered(lambda tensor: tensor.to(self.built.compute_dtype))
+        trained, buffers = self._gathered(lambda tensor: tensor.to(self.built.compute_dtype))
+        return trained | buffers
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This stage's own (`slices.Parts`)."""

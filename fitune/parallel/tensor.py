@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fitune.errors import UserError
-from fitune.model.build import Built, wanted_weights
+from fitune.model.build import Built, adapted_weights, wanted_weights
 from fitune.model.dropout import apply as counter_dropout
 from fitune.model.experts import PackedExperts, has_fused_experts
 from fitune.model.formats import BLOCK_4BIT, DENSE
@@ -32,7 +32,7 @@ from fitune.model.linear import BaseLinear
 from fitune.parallel.tensor_cut import Cut, check_blocks, shares, take_packed
 from fitune.parallel.tensor_exchange import Enter, Exchanges, Leave, VocabularyLoss
 from fitune.parallel.world import Single
-from fitune.plan import Plan
+from fitune.plan import Adapter, Plan
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEADS_SOURCE = "-1, self.head_dim"  # of a forward that finds out the number of heads from what the projections give,
@@ -193,6 +193,8 @@ class Split:
         if len(shapes) < 2 or not others <= {"gate_up_proj_bias", "down_proj_bias"}:
             raise _refused(f"{type(experts).__name__} holds experts of another form")
         width = shapes["down_proj"][1 if transposed else 2]
+        if shapes["gate_up_proj"][2 if transposed else 1] != 2 * width:
+            raise _refused(f"{type(experts).__name__} holds experts of another form")
         together = bool(getattr(experts, "is_concatenated", True))
         ranges = self._share_width(width)
         wide = Cut.of(2 if transposed else 1, ranges, 2) if together else _doubled(2 if transposed else 1, ranges)
@@ -333,19 +335,23 @@ def open_split(built: Built, plan: Plan, group: Single) -> None:
     Raises:
         UserError: something that cannot be split.
     """
-    why = None
     if plan.stream_from != "none" or plan.head_place != "device" or plan.embedding_place != "device":
-        why = "the plan keeps weights in host memory"
-    elif plan.adapter is not None and plan.adapter.dora:
-        why = "DoRA needs the norms of whole rows"
-    elif plan.optimizer not in OPTIMIZERS:
-        why = f"the state of optimizer {plan.optimizer} belongs to whole matrices or blocks of them"
-    if why is not None:
-        raise _refused(
-            why, "use --optimizer adamw, lion or sgd" if "optimizer" in why else "use --parallel ddp, fsdp2 or pp"
-        )
+        raise _refused("the plan keeps weights in host memory", "use --parallel streamed or fsdp2")
+    if plan.optimizer not in OPTIMIZERS:
+        raise _refused(f"the state of optimizer {plan.optimizer} belongs to whole matrices or blocks of them",
+                       "use --optimizer adamw, lion or sgd")  # fmt: skip
+    if plan.adapter is not None and plan.adapter.dora:
+        raise _refused("DoRA needs the norms of whole rows", "use --parallel ddp or fsdp2")
+    if plan.adapter is not None and _adapts_experts(built, plan.adapter):
+        raise _refused("adapters of fused experts are made with whole weights",
+                       "use --parallel ddp, fsdp2 or pp, or other --lora-targets")  # fmt: skip
     built.parts = Split(built, plan, group)
     built.host_opened = True
+
+
+def _adapts_experts(built: Built, spec: Adapter) -> bool:
+    adapted = set(adapted_weights(built, spec))
+    return any(adapted & set(experts.names()) for experts in built.experts)
 
 
 def _refused(why: str, fix: str = "use --parallel fsdp2 or pp") -> UserError:

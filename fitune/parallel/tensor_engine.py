@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fitune.engine.batch import Batch, HostBatch
-from fitune.engine.engine import Engine
+from fitune.engine.engine import Engine, StepResult
 from fitune.engine.optimizers import Masters, flatten_state
 from fitune.engine.ranks import Alone
-from fitune.engine.step import Observer, tail_loss
+from fitune.engine.step import Observer, ignore, tail_loss
 from fitune.model.build import Built
 from fitune.model.loss import IGNORED
 from fitune.parallel.exchange import receive, send, total_norm
@@ -138,10 +138,21 @@ class TensorEngine(Engine):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    def step(
+        self, host_batches: Sequence[HostBatch], *, step: int, lr: float, observe: Observer = ignore
+    ) -> StepResult:
+        """As of one process. A rank that fails while it copies the records to its device owes the step's sums too."""
+        counts = _counts(host_batches)
+        in_one = self.plan.accumulation_order == "layer-major"
+        self._begin_passes([counts] if in_one else [[each] for each in counts])
+        return super().step(host_batches, step=step, lr=lr, observe=observe)
+
     def _accumulate(self, groups: list[list[Batch]], grad_scale: float, observe: Observer) -> torch.Tensor:
-        counts = [[(batch.input_ids.numel(), batch.num_targets) for batch in group] for group in groups]
-        self.exchanges.begin([sizes for group in counts for sizes in self._sums(group)])
+        self._begin_passes([[(batch.input_ids.numel(), batch.num_targets) for batch in group] for group in groups])
         return super()._accumulate(groups, grad_scale, observe)
+
+    def _begin_passes(self, groups: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self.exchanges.begin([sizes for group in groups for sizes in self._sums(group)])
 
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
         """The whole sums, on every rank."""
@@ -153,7 +164,7 @@ class TensorEngine(Engine):
         self.ranks.drain()
 
     def _begin_evaluation(self, host_batches: Sequence[HostBatch]) -> None:
-        counts = [(int(host.input_ids.size), int((host.targets != IGNORED).sum())) for host in host_batches]
+        counts = _counts(host_batches)
         self.exchanges.begin([sizes for each in counts for sizes in self._sums([each], backward=False)])
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -216,6 +227,11 @@ class TensorEngine(Engine):
         cut = self.split.cuts.get(name)
         fits = cut is not None and whole.dim() > cut.axis and whole.shape[cut.axis] == cut.length
         return cut.take(whole, self.split.rank) if cut is not None and fits else whole
+
+
+def _counts(host_batches: Sequence[HostBatch]) -> list[tuple[int, int]]:
+    """(tokens with padding, target tokens) of each micro-batch."""
+    return [(int(host.input_ids.size), int((host.targets != IGNORED).sum())) for host in host_batches]
 
 
 def _forget(module: nn.Module) -> None:

@@ -17,6 +17,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 T = TypeVar("T")
 SAME_RECORDS = ("tp", "pp", "cp")
 """Ways of working together in which every rank sees all records of a step."""
+SAME_STATE = ("ddp", "streamed", "cp")
+"""Ways in which every rank has the whole state of what is trained: to save it takes one of them."""
 
 
 @dataclass(frozen=True)

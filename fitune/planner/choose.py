@@ -278,4 +278,5 @@ def search(context: PlanContext, draft: Plan) -> ladder.Search:
         fixed_chunk=recipe.loss_chunk is not None or draft.head_place == "host",
         micro_batch=recipe.micro_batch,
         recompute=fixed,
+        chunk_token_bytes=ladder.MOST_BYTES_PER_LOGIT * (context.config.vocab_size + context.config.hidden_size),
     )

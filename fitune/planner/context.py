@@ -29,6 +29,8 @@ driver counted at most 0.8 % (p95) more than was replayed, over 67 configuration
 failed (`benchmarks/results/h200-matrix-2026-11-30.json`). Where a card's overheads are assumed, what they may be more
 is left free too."""
 
+ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_targets", "rslora")
+
 
 @dataclass
 class PlanContext:
@@ -158,8 +160,18 @@ def open_context(
     if reads_data:
         data, unread = lengths.read(recipe, seq_len)
     longest = seq_len if data is None else min(seq_len, data.longest_tokens)
-    notes += [note for note in (cut, positions.beyond_rotary(longest, config), unread) if note]
+    notes += [note for note in (cut, positions.beyond_rotary(longest, config), unread, _unused(recipe)) if note]
     return PlanContext(recipe, target, config, seq_len, data, notes, machine=machine, replays=replays)
+
+
+def _unused(recipe: Recipe) -> str | None:
+    """A sentence on settings of adapters in a job that has none. (No error: a recipe file may be tried with another
+    method on the command line.)"""
+    fields = type(recipe).model_fields
+    named = [f"--{n.replace('_', '-')}" for n in ADAPTER_SETTINGS if getattr(recipe, n) != fields[n].default]
+    if recipe.method != "full" or not named:
+        return None
+    return f"{', '.join(named)}: without effect, since full fine-tuning trains every weight and has no adapters"
 
 
 def find_machine(recipe: Recipe, notes: list[str]) -> Machine:

@@ -15,7 +15,7 @@ from fitune.memory.policies import highest_peaks
 from fitune.memory.shipped import CatalogConfig
 from fitune.memory.variant import variant_of
 from fitune.plan import Adapter, Plan
-from fitune.planner import phases, placement
+from fitune.planner import phases, placement, sharing
 from fitune.planner.context import PlanContext
 from fitune.planner.techniques_list import ALL, Technique
 from fitune.recipe import QUANTISED_FORMATS
@@ -174,7 +174,7 @@ def _half(name: str) -> Callable[[_Job], Answer]:
         plan = job.plan
         if plan.precision != name:
             return False, None
-        wide = ("inputs", "saved", "logits", "temporary", *(("weights",) if plan.base_format == name else ()))
+        wide = (*_ACTIVATIONS, *(("weights",) if plan.base_format == name else ()))
         return True, _ByFormula(sum(size for owner, size in job.at_peak.items() if owner in wide))
 
     return rule
@@ -342,19 +342,34 @@ def _data_parallel(job: _Job) -> Answer:
     return used, _ByFormula(0) if used else None
 
 
-def _sharded(*owners: str, used: Callable[[Plan], bool] = lambda plan: False) -> Callable[[_Job], Answer]:
-    """What each of n GPUs does not hold when these owners' bytes are cut among them."""
+def _sharded(way: str, *owners: str) -> Callable[[_Job], Answer]:
+    """What each of n GPUs does not hold when these owners' bytes are cut among them; nothing where this way of
+    `Plan.parallel` cannot do the job."""
 
     def rule(job: _Job) -> Answer:
-        part = sum(job.owners.get(owner, 0) for owner in owners) * (1 - 1 / job.num_gpus)
-        return used(job.plan), _ByFormula(part)
+        used = job.plan.parallel == way
+        packed = way == "zero3" and job.plan.base_format in QUANTISED_FORMATS  # chosen by the plan, not asked for
+        if not used and (packed or sharing.refused(job.context, way, job.num_gpus)):
+            return False, None
+        return used, _ByFormula(sum(job.owners.get(owner, 0) for owner in owners) * (1 - 1 / job.num_gpus))
 
     return rule
 
 
+def _context_parallel(job: _Job) -> Answer:
+    """What other GPUs hold of a row's activations: of one GPU's, or of a plan's that is cut already."""
+    used = job.plan.parallel == "cp"
+    if not used and (job.used_only or sharing.refused(job.context, "cp", job.num_gpus)):
+        return False, None
+    held = sum(job.at_peak.get(owner, 0) for owner in _ACTIVATIONS)
+    return used, _ByFormula(held * (job.num_gpus - 1) if used else held * (1 - 1 / job.num_gpus))
+
+
+_ACTIVATIONS = ("inputs", "saved", "logits", "temporary")
 _STATE = ("optimizer", "masters")
 _EVERYTHING = ("weights", "gradients", *_STATE)
-_SEVERAL = ("data_parallel", "zero1", "zero2", "zero3", "fsdp", "tensor_parallel", "pipeline_parallel")
+_SEVERAL = ("data_parallel", "zero1", "zero2", "zero3", "fsdp", "tensor_parallel", "pipeline_parallel",
+            "context_parallel")  # fmt: skip
 _RULES: dict[str, Callable[[_Job], Answer]] = {
     "bf16": _half("bf16"), "fp16": _half("fp16"),
     "int8": _quantised("int8", 8), "nf4": _quantised("nf4", 4.13), "fp4": _quantised("fp4", 4.13),
@@ -364,8 +379,8 @@ _RULES: dict[str, Callable[[_Job], Answer]] = {
     "adam8bit": _optimizer("adamw8bit", 6), "paged_optimizer": _paged, "cpu_optimizer": _cpu_optimizer,
     "adafactor": _optimizer("adafactor", 8), "lion": _optimizer("lion", 4), "host_embedding": _host_embedding,
     "offload": _offload, "streaming": _streaming,
-    "data_parallel": _data_parallel, "zero1": _sharded(*_STATE), "zero2": _sharded("gradients", *_STATE),
-    "zero3": _sharded(*_EVERYTHING), "fsdp": _sharded(*_EVERYTHING, used=lambda plan: plan.parallel == "fsdp2"),
-    "tensor_parallel": _sharded(*_EVERYTHING),
-    "pipeline_parallel": _sharded(*_EVERYTHING, used=lambda plan: plan.parallel == "pp"),
+    "data_parallel": _data_parallel, "zero1": _sharded("zero1", *_STATE),
+    "zero2": _sharded("zero2", "gradients", *_STATE), "zero3": _sharded("zero3", *_EVERYTHING),
+    "fsdp": _sharded("fsdp2", *_EVERYTHING), "tensor_parallel": _sharded("tp", *_EVERYTHING),
+    "pipeline_parallel": _sharded("pp", *_EVERYTHING), "context_parallel": _context_parallel,
 }  # fmt: skip

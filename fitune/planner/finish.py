@@ -13,6 +13,7 @@ from fitune.planner.target import Target
 from fitune.units import format_bytes
 
 MOST_REPLAYS = 5  # searches with a tighter limit after a replay was above it
+HOPELESS = 1.25  # a sum so many times what is allowed is not replayed: replays are seldom a few per cent below sums
 
 
 def replayed(
@@ -31,6 +32,8 @@ def replayed(
         context.held_back += max(0, context.limit_bytes - found[0].peak_bytes) + excess
         found, tried = choose(context, base_formats(context))
     for _, least in sorted(tried, key=lambda pair: pair[1].peak_bytes):
+        if least.peak_bytes > HOPELESS * context.allowed_bytes:
+            break
         prediction = phases_of(context, least.plan)
         if needed_bytes(prediction.most) <= context.allowed_bytes:
             return [least], [pair for pair in tried if pair[1] is not least], prediction

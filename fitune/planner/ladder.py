@@ -22,7 +22,9 @@ SecondsOf = Callable[[Plan], float]
 
 LOSS_CHUNK_BYTES = 256 * 1024**2
 BYTES_PER_LOGIT = 8  # 16-bit logits and gradient, one fp32 copy (fitune.model.loss)
+MOST_BYTES_PER_LOGIT = 32  # in fp32 logits, gradient and copy take 12; some models cap logits, which takes more
 SMALLEST_CHUNK = 64
+_ENDLESS_BYTES = 1 << 50
 AS_FAST = 1.05
 """A plan within 5 % of the fastest's time counts as being as fast: the lower rung is taken then."""
 
@@ -127,6 +129,7 @@ class Search:
         width: tokens of the widest row.
         chunk: loss chunk to start with; a smaller one is tried unless `fixed_chunk`.
         micro_batch, recompute: fixed by the person when not None.
+        chunk_token_bytes: the most that a token less in a loss chunk can take off a peak.
     """
 
     draft: Plan
@@ -138,6 +141,7 @@ class Search:
     fixed_chunk: bool
     micro_batch: int | None
     recompute: int | None
+    chunk_token_bytes: int = _ENDLESS_BYTES
 
     def fitting(self, limit_bytes: int) -> list[Candidate]:
         """Every micro-batch that fits, each with the chunk at which it recomputes the fewest layers."""
@@ -185,9 +189,16 @@ class Search:
             option = self._fit(rows, tokens, limit_bytes)
             if option is not None:
                 options.append(option)
-                if option.recompute_layers == (self.recompute or 0):
+                if not self._could_keep_more(option, limit_bytes):
                     break  # a smaller chunk cannot make it cheaper
         return min(options, key=lambda c: c.cost, default=None)
+
+    def _could_keep_more(self, fits: Candidate, limit_bytes: int) -> bool:
+        """Whether fewer layers could be recomputed with the smallest chunk of the loss, at most: to find out exactly
+        may take a trace."""
+        least = limit_bytes + self.chunk_token_bytes * max(0, fits.loss_chunk - SMALLEST_CHUNK)
+        needs = self._needs(fits.micro_batch, fits.loss_chunk)
+        return any(need <= least for layers, need in needs.items() if layers < fits.recompute_layers)
 
     def _fit(self, rows: int, tokens: int, limit_bytes: int) -> Candidate | None:
         """The fewest recomputed layers with which every phase stays within the limit."""

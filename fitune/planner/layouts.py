@@ -7,6 +7,7 @@ within 5 % the lowest rung; what the person named (`--parallel`) is the only way
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fitune.errors import UserError
 from fitune.memory.constants import HEADROOM
 from fitune.memory.phases import needed_bytes
+from fitune.parallel.world import SAME_RECORDS
 from fitune.plan import Plan, Reason
 from fitune.planner import choose, finish, ladder, sharing, ways
 from fitune.planner.context import REPLAY_MARGIN, PlanContext
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from fitune.hardware import Device, Machine
     from fitune.planner.choose import Tried
 
-MOST_CHECKS = 3  # ways whose chosen plan the allocator's replay may refuse before the search ends
+MOST_CHECKS = 3  # chosen plans of one way that the allocator's replay may refuse before the others are left
 ANY = "any"  # the effort that accepts every way
 
 
@@ -71,9 +73,10 @@ class Outcome:
 
 def targets_of(recipe: Recipe, machine: Machine, ranks: Ranks | None = None) -> tuple[Target, ...]:
     """The cards (or, for started processes, what each of them has) that share a job; one or none: it is not shared.
+    On the CPU only as many processes as are asked for share it.
 
     Raises:
-        UserError: a GPU that is not there.
+        UserError: a GPU that is not there, or more processes than GPUs or records.
     """
     if ranks is not None:
         own = choose_target(recipe, machine)
@@ -82,19 +85,35 @@ def targets_of(recipe: Recipe, machine: Machine, ranks: Ranks | None = None) -> 
     if recipe.parallel == "none" or recipe.nproc == 1:
         return ()
     wanted = [part.strip() for part in (recipe.devices or "").split(",") if part.strip()]
+    if recipe.nproc is not None:
+        check_records(recipe, recipe.nproc)
     if wanted == ["cpu"] or not machine.devices:
-        return ()
+        return (choose_target(recipe, machine),) * (recipe.nproc or 0)
     indices = wanted or [str(device.index) for device in machine.devices]
     if recipe.nproc is not None:
+        if recipe.nproc > len(indices):
+            more = f", or plan for more cards: --gpu {recipe.nproc}xNAME" if machine.assumptions else ""
+            raise UserError(f"cannot use {recipe.nproc} GPUs", f"{len(indices)} are there",
+                            f"use --nproc {len(indices)}{more}")  # fmt: skip
         indices = indices[: recipe.nproc]
     return tuple(choose_target(recipe.with_(devices=index, nproc=None), machine) for index in indices)
+
+
+def check_records(recipe: Recipe, size: int) -> None:
+    """Raises UserError where a step has not a record for each of so many processes."""
+    if recipe.batch < size and recipe.parallel not in SAME_RECORDS:
+        raise UserError(f"{size} processes cannot share a batch of {recipe.batch}",
+                        "each needs at least one record of a step",
+                        f"use --nproc {recipe.batch}, or a larger --batch")  # fmt: skip
 
 
 def _worst(targets: Sequence[Target], layout: Layout) -> Target:
     """One rank's card that stands for all: the least memory, and only what all of them can compute."""
     least = min(targets, key=lambda target: target.budget_bytes)
+    on_cpu = least.device == "cpu"  # one memory for all processes of a machine
     return replace(
         least,
+        budget_bytes=least.budget_bytes // (layout.per_node if on_cpu else 1),
         name=targets[0].name,
         bf16=all(t.bf16 for t in targets),
         flash=all(t.flash for t in targets),
@@ -128,19 +147,20 @@ def notes_of(context: PlanContext, targets: Sequence[Target]) -> list[str]:
 # ---- every way -------------------------------------------------------------------------------------------------------
 
 
-def ways_of(recipe: Recipe, *, started: bool) -> dict[str, bool]:
-    """The ways to look at, in the order of the ladder, and whether each may be taken. ddp's search streams too."""
+def ways_of(recipe: Recipe, *, fixed: bool) -> dict[str, bool]:
+    """The ways to look at, in the order of the ladder, and whether each may be taken. ddp's search streams too.
+    `fixed`: how many processes there are is decided."""
     if recipe.parallel != "auto":
         return {recipe.parallel: True}
     accepted = LAYOUTS[recipe.effort]
-    return {way: way in accepted for way in LAYOUTS[ANY] if way != "streamed" and not (way == "none" and started)}
+    return {way: way in accepted for way in LAYOUTS[ANY] if way != "streamed" and not (way == "none" and fixed)}
 
 
 def _context(base: PlanContext, targets: Sequence[Target], way: str, per_node: int | None) -> PlanContext:
     """A rank's context: its share of a step's records, its card, what it shares of the machine."""
     recipe, count = base.recipe, len(targets)
-    if way == "none":
-        best = max(targets, key=lambda target: target.budget_bytes)
+    if way == "none":  # the card that one process takes by itself
+        best = targets[0] if recipe.devices else max(targets, key=lambda target: target.budget_bytes)
         return _alike(base, recipe, best, Layout(batch=recipe.batch))
     size = count if way in ALL_RECORDS or per_node is not None else min(count, recipe.batch)
     layout = Layout(way, size, tuple(t.name for t in targets[:size]), per_node or size, recipe.batch)
@@ -184,10 +204,10 @@ def plan_together(
         UserError: the way that was asked for cannot do this job.
     """
     recipe = base.recipe
-    per_node = None if ranks is None else ranks.per_node
+    per_node = recipe.nproc if ranks is None else ranks.per_node
     outcomes = [
         replace(outcome(base, targets, way, per_node), accepted=accepted)
-        for way, accepted in ways_of(recipe, started=ranks is not None).items()
+        for way, accepted in ways_of(recipe, fixed=per_node is not None).items()
     ]  # fmt: skip
     if all(o.refused for o in outcomes):
         first = outcomes[0]
@@ -199,8 +219,8 @@ def plan_together(
     replayed = detailed and chosen[1].draft.parallel in ways.REPLAYED
     base.notes += finish.budget_note(chosen[0].context.target, REPLAY_MARGIN if replayed else HEADROOM)
     found, candidate = chosen
-    if ranks is None and found.size < len(targets) and recipe.nproc is None:
-        base.notes.append(f"`fitune train` starts a process for each GPU: add --nproc {found.size}")
+    if found.size < len(targets):
+        base.notes.append(f"{found.size} of {len(targets)} GPUs in use: more would not be faster")
     rows = table(outcomes, candidate, recipe)
     others = [c for c in found.found if c is not candidate]
     result = finish.result(found.context, candidate, others, found.tried, fits=True)
@@ -213,9 +233,11 @@ def plan_together(
 def _chosen(outcomes: list[Outcome], detailed: bool) -> tuple[tuple[Outcome, ladder.Candidate] | None, Any]:
     """(way and candidate, its prediction where it was made). One that the allocator's replay refuses is searched again
     with less room."""
-    for _ in range(MOST_CHECKS):
-        owner = {id(c): o for o in outcomes if o.accepted for c in o.found}
-        ordered = ladder.ordered([c for o in outcomes if o.accepted for c in o.found])
+    checks: Counter[str] = Counter()
+    while True:
+        left = [o for o in outcomes if o.accepted and checks[o.way] < MOST_CHECKS]
+        owner = {id(c): o for o in left for c in o.found}
+        ordered = ladder.ordered([c for o in left for c in o.found])
         if not ordered:
             return None, None
         best = ordered[0]
@@ -228,10 +250,10 @@ def _chosen(outcomes: list[Outcome], detailed: bool) -> tuple[tuple[Outcome, lad
             return (found, best), prediction
         # as for one GPU: this way once more, with as much less room as the replay needs more
         context = found.context
+        checks[found.way] += 1
         context.held_back += max(0, context.limit_bytes - best.peak_bytes)
         context.held_back += needed_bytes(prediction.most) - context.allowed_bytes
         found.found, found.tried = choose.choose(context, choose.base_formats(context))
-    return None, None
 
 
 def _no_fit(base: PlanContext, outcomes: list[Outcome], detailed: bool) -> PlanResult:
@@ -267,8 +289,8 @@ def _whole(base: PlanContext, found: Outcome, result: PlanResult, rows: list[dic
     layout = found.context.layout
     reason = Reason("parallel", ways.named(result.plan.parallel, layout.size), _why(rows, result.plan))
     share = _share_reason(layout, base.recipe.batch)
-    reasons = (*result.reasons, reason, *share)
-    plan = sharing.settled(result.plan).with_(batch=base.recipe.batch, reasons=reasons, predicted=result.predicted)
+    plan, reasons = sharing.settled(result.plan, (*result.reasons, reason, *share))
+    plan = plan.with_(batch=base.recipe.batch, reasons=reasons, predicted=result.predicted)
     alternatives = tuple(
         entry | {"plan": entry["plan"] | {"batch": base.recipe.batch}} for entry in result.alternatives
     )  # fmt: skip

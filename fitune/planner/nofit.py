@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
 from fitune.plan import Plan
-from fitune.planner import choose, ladder
+from fitune.planner import choose, ladder, placement
 from fitune.planner.context import PlanContext, config_of
 from fitune.planner.target import Target, capability, choose_target
 from fitune.recipe import QUANTISED_FORMATS
@@ -112,7 +113,8 @@ def _optimizer(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Of
     """The first of the lighter optimizers with which the job fits."""
     if context.recipe.optimizer not in ("auto", "adamw"):
         return None
-    terms = context.tracer(draft).terms(least.micro_batch, context.row_width(draft), least.loss_chunk)
+    known = context.tracer(placement.resident(draft))  # state is the same wherever weights wait
+    terms = known.terms(least.micro_batch, context.row_width(draft), least.loss_chunk)
     if least.peak_bytes - terms.state_bytes > context.limit_bytes:
         return None  # not even without any state
     for name, what in LIGHT_OPTIMIZERS.items():
@@ -125,10 +127,12 @@ def _optimizer(context: PlanContext, draft: Plan, least: ladder.Candidate) -> Of
 
 
 def _shorter(context: PlanContext, draft: Plan) -> Offer | None:
-    """The longest sequence that fits, to a multiple of 128 (of long ones, to about a thirtieth)."""
+    """The longest sequence that fits, to a multiple of 128 (of long ones, to about a thirtieth; where not even that
+    fits, to a power of two)."""
     longest = draft.seq_len if context.data is None else min(draft.seq_len, context.data.longest_tokens)
     step = LENGTH_STEP * -(-longest // (LENGTH_STEP * MOST_LENGTHS))
-    lengths = range(step, longest, step)
+    short = takewhile(lambda length: length < step, (LENGTH_STEP << doubled for doubled in range(64)))
+    lengths = [*short, *range(step, longest, step)]
     best, low, high = None, 0, len(lengths)  # of lengths[:low] all fit, of lengths[high:] none
     while low < high:
         middle = 0 if best is None else (low + high) // 2  # the shortest first: where it does not fit, none does

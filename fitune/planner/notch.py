@@ -9,6 +9,10 @@ from fitune.plan import Plan
 from fitune.planner.ladder import SMALLEST_CHUNK
 
 Change = tuple[dict[str, Any], str]
+# Ways of sharing a step (`Plan.parallel`) in which layer inputs, the head, and layers can wait in host RAM.
+_INPUTS_IN_RAM = frozenset({"none", "ddp", "streamed", "cp", "fsdp2", "tp"})
+_HEAD_IN_RAM = frozenset({"none", "ddp", "streamed", "cp", "fsdp2"})
+_LAYERS_IN_RAM = frozenset({"none", "ddp", "streamed", "cp"})
 
 
 def next_notch(
@@ -20,7 +24,7 @@ def next_notch(
     activations recompute, then all; layer inputs move to host RAM; a smaller loss chunk; frozen weights stream. Pinned
     memory: pageable instead. Host memory: layer inputs stay on the device; on the CPU the device's notches. None of
     them changes which records make a step, their order or the loss but for rounding. Approximate changes (a quantised
-    base, 8-bit optimizer state) are never taken here.
+    base, 8-bit optimizer state) are never taken here, nor what the plan's way of sharing a step (`parallel`) refuses.
 
     Args:
         fixed: settings that the person gave: they stay.
@@ -49,7 +53,7 @@ def _device_changes(plan: Plan, phase: str) -> Iterator[Change]:
         more = half if plan.recompute_layers < half else plan.num_layers
         yield {"recompute_layers": more}, f"recomputed layers {plan.recompute_layers} -> {more}"
     on_gpu = plan.device != "cpu"
-    if phase == "step" and on_gpu and not plan.offload_inputs:
+    if phase == "step" and on_gpu and not plan.offload_inputs and plan.parallel in _INPUTS_IN_RAM:
         yield {"offload_inputs": True}, "inputs of recomputed layers kept in host RAM"
     if phase != "load" and plan.loss_chunk > SMALLEST_CHUNK:
         yield {"loss_chunk": SMALLEST_CHUNK}, f"loss chunk {plan.loss_chunk} -> {SMALLEST_CHUNK} tokens"
@@ -62,11 +66,11 @@ def _stream_more(plan: Plan) -> Iterator[Change]:
     streams = plan.stream_from != "none" and plan.resident_layers is not None
     resident = plan.resident_layers if streams and plan.resident_layers is not None else plan.num_layers
     source = plan.stream_from if streams else "pinned"
-    if resident > 0:
+    if resident > 0 and plan.parallel in _LAYERS_IN_RAM:
         fewer = plan.num_layers // 2 if resident > plan.num_layers // 2 else 0
         words = f"frozen layers on the GPU {resident} -> {fewer}, the others stream from host RAM"
         yield {"stream_from": source, "resident_layers": fewer}, words
-    elif plan.head_place == "device":
+    elif resident == 0 and plan.head_place == "device" and plan.parallel in _HEAD_IN_RAM:
         yield {"head_place": "host"}, "the output head streams from host RAM"
 
 

@@ -125,7 +125,7 @@ def terms_with_masters(context: PlanContext, draft: Plan, num_rows: int) -> Term
     tracer = context.tracer(resident(draft))
     of_resident = sharing.of_rank(context, draft, num_rows, tracer.terms)
     if draft.head_place == "host":
-        return functools.partial(_traced_terms, tracer, draft, num_rows, {})
+        return functools.partial(_traced_terms, tracer, draft, num_rows)
     if not is_placed(draft):
         return of_resident
 
@@ -142,15 +142,11 @@ def terms_with_masters(context: PlanContext, draft: Plan, num_rows: int) -> Term
     return placed
 
 
-def _traced_terms(
-    tracer: Any, draft: Plan, num_rows: int, known: dict[tuple[int, ...], StepTerms], *shape: int
-) -> StepTerms:  # fmt: skip
-    """Terms of a step whose head is in host memory, kept in `known`."""
-    if shape not in known:
-        where = placement_of(draft.with_(batch=num_rows, micro_batch=shape[0]))
-        script = tracer.script_at(*shape, where.together)
-        known[shape] = script.placed(where).terms(*shape)
-    return known[shape]
+def _traced_terms(tracer: Any, draft: Plan, num_rows: int, *shape: int) -> StepTerms:
+    """Terms of a step whose head is in host memory (the script keeps them)."""
+    where = placement_of(draft.with_(batch=num_rows, micro_batch=shape[0]))
+    made: StepTerms = tracer.script_at(*shape, where.together).placed(where).terms(*shape)
+    return made
 
 
 def _check_adapters(plan: Plan) -> None:

@@ -3,14 +3,15 @@ in its terms, and which jobs it cannot do. Which one is taken is `planner.layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fitune.memory import known
 from fitune.memory import layouts as memory_layouts
 from fitune.memory.layouts import Ends
 from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import StepTerms
-from fitune.plan import Plan
+from fitune.plan import Plan, Reason
 from fitune.planner.ways import FLAT_OPTIMIZERS, PACKED, ZERO, Layout
 from fitune.recipe import Recipe
 from fitune.speed.together import is_cut_by_outputs
@@ -99,8 +100,12 @@ def refused(context: PlanContext, way: str, size: int) -> str | None:
     optimizer = "adamw" if recipe.optimizer == "auto" else recipe.optimizer
     full = recipe.method == "full"
     four_bit = recipe.method == "qlora" or recipe.base_format in ("nf4", "fp4", "int8")
-    if way in ("fsdp2", *ZERO) and optimizer not in FLAT_OPTIMIZERS:
-        return f"state of {optimizer} cannot be cut into flat parts"
+    if way in ("fsdp2", "tp", *ZERO) and optimizer not in FLAT_OPTIMIZERS:
+        return f"state of {optimizer} cannot be cut into parts: it belongs to whole matrices or blocks of them"
+    if way in ZERO and optimizer == "lion" and recipe.offload_optimizer != "none":
+        return "DeepSpeed updates lion's state on the GPU only"
+    if way == "cp" and not all(known.abilities(config)):
+        return "its layers look from token to token elsewhere than in attention that can be given heads for tokens"
     if way == "streamed" and full:
         return "only frozen weights are streamed"
     if way == "zero3" and four_bit:
@@ -117,6 +122,10 @@ def refused(context: PlanContext, way: str, size: int) -> str | None:
     return None
 
 
-def settled(plan: Plan) -> Plan:
-    """A chosen rank's plan with what its engine wants: tensor parallel cuts the embedding and has it on the card."""
-    return plan.with_(embedding_place="device") if plan.parallel == "tp" else plan
+def settled(plan: Plan, reasons: Sequence[Reason]) -> tuple[Plan, tuple[Reason, ...]]:
+    """A chosen rank's plan with what its engine wants, and its reasons: tensor parallel cuts the embedding and has it
+    on the card. (It is searched as it is traced, with the table where one GPU has it.)"""
+    if plan.parallel != "tp":
+        return plan, tuple(reasons)
+    why = Reason("embedding", "device", "its vocabulary is cut: every GPU holds its part")
+    return plan.with_(embedding_place="device"), tuple(why if r.decision == "embedding" else r for r in reasons)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from fitune.recipe import WHERE
 from fitune.train.run_folder import RunFolder, number
 from fitune.train.supervise import OnEvent, Supervisor, is_possible
 
@@ -30,18 +31,25 @@ def run_supervised(recipe: Recipe, *, resume: Path | None = None, on_event: OnEv
     with tempfile.TemporaryDirectory(prefix="fitune-") as folder:
         wanted = Path(folder) / "recipe.yaml"
         wanted.write_text(recipe.to_yaml(), encoding="utf-8")
-        first = ["--resume", str(resume)] if resume is not None else [str(wanted)]
+        where = _where(recipe)
+        first = ["--resume", str(resume), *where] if resume is not None else [str(wanted)]
 
         def command(what: list[str]) -> list[str]:
             code = f"import sys; sys.path[:] = {sys.path!r}; from fitune.cli.main import main; sys.exit(main())"
             return [sys.executable, "-c", code, "train", *what]
 
-        supervisor = Supervisor(command(first), lambda run: command(["--resume", str(run)]), on_event=on_event,
-                                to_stderr=True)  # fmt: skip
+        supervisor = Supervisor(command(first), lambda run: command(["--resume", str(run), *where]),
+                                on_event=on_event, to_stderr=True)  # fmt: skip
         code = supervisor.run()
     if supervisor.folder is None or code not in (EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED):
         raise _failed(supervisor.folder, code)
     return _result(RunFolder(supervisor.folder), code)
+
+
+def _where(recipe: Recipe) -> list[str]:
+    """Options that say where it runs: a resumed run's own recipe may say something else."""
+    values = {name: getattr(recipe, name) for name in WHERE}
+    return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
 
 
 def _failed(folder: Path | None, code: int) -> UserError:

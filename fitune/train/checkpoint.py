@@ -49,6 +49,7 @@ from fitune.parallel.world import Single
 from fitune.train.tensor_files import TensorFiles, write_tensors
 
 _NAME = re.compile(r"step-(\d{8})")
+_FILE = re.compile(r"(?P<kind>parameters|state)(-\d{5}-of-(?P<size>\d{5}))?\.safetensors")
 _FORMAT, _FORMAT_IN_PARTS = 2, 3
 _PARAMETER = "parameter|"
 _KINDS = ("parameters", "state")
@@ -107,15 +108,16 @@ def save(
             if not group.share(_has_made_room(folder, step, problem) if group.is_leader else None):
                 raise
     if group.is_leader:
-        prune(folder, keep)
+        prune(folder, keep, step)
     return path, size_on_disk(path)
 
 
 def _has_made_room(folder: Path, step: int, problem: UserError) -> bool:
     """Whether a disk that was full has one checkpoint less now."""
     cause = problem.__cause__
-    kept = step, best_step(folder)
-    spare = [old for old in steps(folder)[:-1] if old not in kept]
+    there, best_one = steps(folder), best_step(folder)
+    left_behind = [old for old in there if old > step]  # see `prune`: the newest one is that before `step`
+    spare = [old for old in (*left_behind, *[old for old in there if old < step][:-1]) if old != best_one]
     if cause is None or not is_disk_full(cause) or not spare:
         return False
     remove_folder(folder / f"step-{spare[0]:08d}")
@@ -124,7 +126,7 @@ def _has_made_room(folder: Path, step: int, problem: UserError) -> bool:
 
 def _write(path: Path, step: int, tensors: Tensors, values: dict[str, Any]) -> None:
     with atomic_folder(path) as temp:
-        files = _write_files(temp, tensors, "")
+        files = _write_files(temp, tensors)
         _write_numbers(temp, _FORMAT, step, values, files)
 
 
@@ -132,8 +134,7 @@ def _write_together(path: Path, step: int, parts: Parts, values: dict[str, Any],
     """Every rank its files; the first one names the folder when all are there."""
     with ExitStack() as stack:
         temp, *_ = _agreed(group, path, lambda: stack.enter_context(atomic_folder(path)) if group.is_leader else path)
-        suffix = f"-{group.rank + 1:05d}-of-{group.size:05d}"
-        told = _agreed(group, path, lambda: (_write_files(temp, parts, suffix), values["optimizer"]))
+        told = _agreed(group, path, lambda: (_write_files(temp, parts, group.rank, group.size), values["optimizer"]))
 
         def finish() -> None:
             if group.is_leader:
@@ -158,7 +159,7 @@ def _agreed(group: Single, path: Path, work: Callable[[], T]) -> list[T]:
     except UserError as error:
         full = error.__cause__ is not None and is_disk_full(error.__cause__)
         problem = (error.what, error.why, error.fix, error.exit_code), full
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:  # noqa: BLE001 not silenced: told to all, who would else wait for this rank
         why = next(iter(str(error).splitlines()), type(error).__name__)
         problem = (f"cannot write {path}", why, "free memory on this machine", EXIT_FAILED), False
     told = group.gather((result, problem))
@@ -168,13 +169,19 @@ def _agreed(group: Single, path: Path, work: Callable[[], T]) -> list[T]:
     return [found for found, _ in told]  # type: ignore[misc]
 
 
-def _write_files(folder: Path, tensors: Tensors, suffix: str) -> dict[str, dict[str, Any]]:
+def _file_names(kind: str, size: int) -> list[str]:
+    """The files of a kind, by rank; of a state that is whole (`size` 0) the only one."""
+    parts = [f"-{number:05d}-of-{size:05d}" for number in range(1, size + 1)] or [""]
+    return [f"{kind}{part}.safetensors" for part in parts]
+
+
+def _write_files(folder: Path, tensors: Tensors, rank: int = 0, size: int = 0) -> dict[str, dict[str, Any]]:
     """The files of these tensors: name to size and SHA-256."""
     trained = {name: tensor for name, tensor in tensors.items() if name.startswith(_PARAMETER)}
     rest = {name: tensor for name, tensor in tensors.items() if name not in trained}
     files = {}
     for kind, some in zip(_KINDS, (trained, rest), strict=True):
-        name = f"{kind}{suffix}.safetensors"
+        name = _file_names(kind, size)[rank]
         write_tensors(folder / name, some)
         files[name] = _entry(folder / name)
     return files
@@ -206,29 +213,39 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep` and the best one."""
+def prune(folder: Path, keep: int, newest: int) -> None:
+    """Remove all checkpoints but the newest `keep` up to step `newest`, and the best one.
+
+    Later ones were damaged, and the run went on from an earlier one: they do not count among those that are kept. They
+    stay until their step comes again, or room is needed.
+    """
     best_one = best_step(folder)
-    for old in steps(folder)[:-keep]:
+    for old in [step for step in steps(folder) if step <= newest][:-keep]:
         if old != best_one:
             remove_folder(folder / f"step-{old:08d}")
 
 
 def mark_best(folder: Path, step: int, eval_loss: float) -> None:
-    """Remember this step's checkpoint as the best, so that it is kept. Raises UserError when that cannot be written."""
+    """Remember this step's checkpoint as the best, so that it is kept. It may be on its way to the disk: until it is
+    there the best one before it stays that. Raises UserError when this cannot be written."""
     with explained("create", folder):
-        folder.mkdir(parents=True, exist_ok=True)  # the first checkpoint may be on its way there
-    atomic_write(folder / _BEST, json.dumps({"step": step, "eval_loss": eval_loss}) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
+    before = best(folder)
+    if before is not None and before[0] != step:
+        content["before"] = {"step": before[0], "eval_loss": before[1]}
+    atomic_write(folder / _BEST, json.dumps(content) + "\n")
 
 
 def best(folder: Path) -> tuple[int, float] | None:
     """(step, held-out loss) of the best checkpoint that is there, or None."""
     try:
         found = parse_json((folder / _BEST).read_text(encoding="utf-8"))
-        step, loss = int(found["step"]), float(found["eval_loss"])
-    except (OSError, ValueError, KeyError, TypeError):  # no file, or one that somebody changed: there is no best then
+        entries = [entry for entry in (found, found.get("before")) if entry is not None]
+        marked = [(int(entry["step"]), float(entry["eval_loss"])) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or changed by somebody: no best then
         return None
-    return (step, loss) if (folder / f"step-{step:08d}").is_dir() else None
+    return next(((step, loss) for step, loss in marked if (folder / f"step-{step:08d}").is_dir()), None)
 
 
 def best_step(folder: Path) -> int | None:
@@ -303,13 +320,23 @@ def _read(path: Path, kinds: tuple[str, ...], group: Single) -> tuple[dict[str, 
         )
     if not kinds:
         return content["values"], TensorFiles(())
-    listed = parse_json((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
-    wanted = [name for name in listed if name.endswith(".safetensors") and re.split("[.-]", name)[0] in kinds]
+    manifest = parse_json((path / _MANIFEST).read_text(encoding="utf-8"))
+    listed = manifest["files"]
+    if not path.name == f"step-{manifest['step']:08d}" == f"step-{content['step']:08d}":
+        raise ValueError(f"it was written after step {manifest['step']}")
+    wanted = [name for kind in kinds for name in _listed(kind, listed)]
     for number, name in enumerate((*wanted, _VALUES)):
         if (path / name).stat().st_size != listed[name]["bytes"]:
             raise ValueError(f"{name} has {(path / name).stat().st_size} bytes instead of {listed[name]['bytes']}")
         if number % group.size == group.rank and sha256(path / name) != listed[name]["sha256"]:
             raise ValueError(f"the SHA-256 of {name} is not that of the manifest")
-    if not {re.split("[.-]", name)[0] for name in wanted} >= set(kinds):
-        raise ValueError("the manifest does not list all files")
     return content["values"], TensorFiles(path / name for name in wanted)
+
+
+def _listed(kind: str, listed: Mapping[str, Any]) -> list[str]:
+    """The files of a kind that a manifest lists. Raises ValueError where that is not all of them."""
+    found = [match for match in map(_FILE.fullmatch, listed) if match is not None and match["kind"] == kind]
+    names = _file_names(kind, int(found[0]["size"] or 0)) if found else []
+    if not names or set(names) != {match[0] for match in found}:
+        raise ValueError("the manifest does not list all files")
+    return names

@@ -125,8 +125,10 @@ class Restarts:
         from fitune.planner.notch import next_notch
         from fitune.train.run_folder import RunFolder
 
-        if death.failure is None or death.planned:
-            return None, UNCHANGED if not death.planned else self._planned()
+        if death.planned:
+            return self._untold() or (None, self._planned())
+        if death.failure is None:
+            return None, UNCHANGED
         if death.failure.where == PEER:
             return None, UNCHANGED  # a connection that is gone: no smaller plan mends it
         if not death.is_certain and self._without_progress == 1:
@@ -153,10 +155,26 @@ class Restarts:
                 break
         return UNCHANGED
 
+    def _untold(self) -> tuple[int, str] | None:
+        """As `_change`: a plan that a rank has left which could neither tell the others nor write an event."""
+        from fitune.train.run_folder import RunFolder
+
+        run = RunFolder(self.folder)
+        numbers = [event.get("number") for event in run.events() if event.get("event") == "replan"]
+        told = max((number for number in numbers if isinstance(number, int)), default=0)
+        number = run.plan_number(run.current_plan_path)
+        if number <= told:
+            return None
+        before = run.path / f"plan.{told}.json" if told else run.plan_path
+        old, new = (plans.from_json(path.read_text(encoding="utf-8")) for path in (before, run.current_plan_path))
+        changed = [f"{name.replace('_', '-')} {getattr(old, name)} -> {value}" for name, value in vars(new).items()
+                   if value != getattr(old, name)]  # fmt: skip
+        return (number, ", ".join(changed)) if changed else None
+
     def _tell(self, death: Death, code: int, step: int, last: int, change: str, number: int | None) -> None:
         where = death.failure.where if death.failure is not None else None
         fields: dict[str, Any] = dict(step=step, cause=death.cause, exit_code=code, where=where, change=change)
-        if change not in (UNCHANGED,) and not death.planned:
+        if change != UNCHANGED and (number is not None or not death.planned):
             self._write("replan", step=step + 1, number=number, change=change, cause=death.cause, where=where,
                         phase="restart")  # fmt: skip
         self._write("restart", from_step=last, **fields)

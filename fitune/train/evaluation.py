@@ -79,7 +79,7 @@ def mark_best(active: Run) -> None:
     folder = active.folder.checkpoints_path
     checkpoint.mark_best(folder, active.step, loss)
     if active.step in checkpoint.steps(folder):  # else it is being written, and the one before is the best for now
-        checkpoint.prune(folder, active.recipe.keep_checkpoints)
+        checkpoint.prune(folder, active.recipe.keep_checkpoints, active.step)
 
 
 def chunks(active: Run, records: Sequence[Record]) -> list[Sequence[Record]]:

@@ -25,9 +25,9 @@ from fitune.train.died import FRUGAL
 from fitune.train.events import EventLog
 from fitune.train.loggers import open_loggers
 from fitune.train.moved import plan_here
-from fitune.train.oom import LOST, PEER, PLACES, classify
+from fitune.train.oom import LOST, PEER, PLACES, MemoryFailure
 from fitune.train.pulse import TIMES, Pulse, nobody
-from fitune.train.recover import Agree, Restart, alone
+from fitune.train.recover import Agree, Restart, about_memory, alone
 from fitune.train.report import write_report
 from fitune.train.result import TrainResult, eval_losses, finished_result
 from fitune.train.run_folder import RunFolder
@@ -192,6 +192,7 @@ def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
     if group.is_leader:
         result = ranks.plan_for(session, group)
         plan = sessions.require_fit(result)
+        ranks.check_plan(plan)
         out = Path(recipe.out) if recipe.out else None
         created = RunFolder.create(out, recipe.model, _with_whole_paths(recipe).to_yaml(), plan.to_json(),
                                    deepspeed_json=config_json(plan))  # fmt: skip
@@ -267,10 +268,7 @@ def _loggers(active: Run, is_new: bool) -> Iterator[None]:
 
 def _discard(active: Run) -> None:
     active.log.close()
-    for path in (active.folder.recipe_path, active.folder.plan_path, active.folder.events_path):
-        path.unlink(missing_ok=True)
-    with suppress(OSError):  # the folder was there before, with other things in it
-        active.folder.path.rmdir()
+    active.folder.discard()
 
 
 def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
@@ -282,15 +280,15 @@ def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
     except KeyboardInterrupt:
         status, error = "interrupted", None
     except Restart as wanted:
-        if supervised:  # the one who starts the next process tells of it
-            raise UserError(_broken(wanted), wanted.failure.line, "", EXIT_RESTART) from wanted
-        raise _failed(active, UserError(_broken(wanted), wanted.failure.line, "", EXIT_FAILED)) from wanted
+        raise _ended(active, wanted.failure, supervised) from wanted
     except UserError as problem:
         raise _failed(active, problem) from problem
     except Exception as problem:
         line = next(iter(str(problem).splitlines()), type(problem).__name__)
-        found = classify(problem)
-        if found is not None and found.where != PEER:
+        found = about_memory(active, problem)
+        if found is not None and found.where == PEER:  # a peer that ended while this rank told it something, or saved
+            raise _ended(active, found, supervised) from problem
+        if found is not None:
             words = UserError(f"out of memory at step {active.step + 1}", line,
                               "use a smaller --micro-batch or --vram", EXIT_FAILED)  # fmt: skip
             raise _failed(active, words) from problem
@@ -304,15 +302,22 @@ def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
     return TrainResult(active.folder.path, status, code, active.step, active.loss, before, after)
 
 
-def _broken(wanted: Restart) -> str:
-    if wanted.failure.where == LOST:
-        return "the device does not answer any more"
-    return f"out of {PLACES[wanted.failure.where]}, and this process cannot go on with the device"
+def _ended(active: Run, failure: MemoryFailure, supervised: bool) -> UserError:
+    """After a failure with which only another process can go on; who starts that one tells of it."""
+    if failure.where == LOST:
+        what = "the device does not answer any more"
+    elif failure.where == PEER:
+        what = "another process of this run has ended, or hangs"
+    else:
+        what = f"out of {PLACES[failure.where]}, and this process cannot go on with the device"
+    problem = UserError(what, failure.line, "", EXIT_RESTART if supervised else EXIT_FAILED)
+    return problem if supervised else _failed(active, problem)
 
 
 def _failed(active: Run, problem: UserError) -> UserError:
     """Tell the end, and the same problem with the last checkpoint named."""
-    with suppress(UserError):  # a checkpoint in the background: its failure is not the one to tell now
+    # A checkpoint in the background: its failure (a peer that is gone is one) is not the one to tell now.
+    with suppress(UserError, OSError, RuntimeError, MemoryError):
         work.report_saved(active, active.saver.wait())
     _end(active, "failed", problem.what)
     _write_report(active)

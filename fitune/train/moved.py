@@ -1,4 +1,4 @@
-"""A run that is resumed on another device: a new plan for it, the same job."""
+"""A run that is resumed on another device, or whose GPUs are to share it another way: a new plan, the same job."""
 
 from __future__ import annotations
 
@@ -7,41 +7,55 @@ from typing import TYPE_CHECKING
 from fitune.plan import Plan
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.train import session as sessions
-from fitune.train.ranks import plan_for
+from fitune.train.ranks import check_plan, plan_for
 from fitune.train.recover import store_plan
 
 if TYPE_CHECKING:
     from fitune.recipe import Recipe
     from fitune.train.loop import Run
 
+MOVED = "moved", "resumed on another device"  # an event's `where` and `cause`
+
 
 def plan_here(active: Run) -> None:
-    """Keep the plan where the device is the one it was made for; else make, store and tell a new one.
+    """Keep the plan where devices and way of sharing them (`--parallel`) are those it was made for; else make, store
+    and tell a new one.
 
     What the state and the order of the data depend on stays: method, base format, adapter, optimizer, batch, sequence
     length, packing, learning rate.
 
     Raises:
-        UserError: the job does not fit here (exit code 3), or a setting of the recipe cannot run on this device.
+        UserError: the job does not fit here (exit code 3), or a setting of the recipe cannot run on this device. The
+            plan is then as it was.
     """
     here = sessions.device_here(active.recipe)
     plan = active.plan
-    if here == (plan.device, plan.device_name) and plan.world_size == active.group.size:
+    same_devices = here == (plan.device, plan.device_name) and plan.world_size == active.group.size
+    if same_devices and (active.group.size == 1 or active.recipe.parallel in ("auto", plan.parallel)):
         return
     recipe = _same_job(active.recipe, plan)
+    if same_devices:
+        recipe = recipe.with_(base_format=plan.base_format, precision=plan.precision)
     active.session.recipe = recipe
     found = _planned_together(active)
     kept = ("method", "adapter", "optimizer", "seq_len", "batch", "packing", "lr", "schedule", "warmup", "weight_decay",
             "clip", "seed")  # fmt: skip
     new = found.with_(**{name: getattr(plan, name) for name in kept})
-    place = plan.device_name, new.device_name
-    if plan.world_size != new.world_size:
-        place = tuple(f"{p.world_size} x {p.device_name}" for p in (plan, new))  # type: ignore[assignment]
-    change = f"{place[0]} -> {place[1]}: " + _differences(plan, new)
+    check_plan(new)
+    before, after = _places(plan, new, same_devices)
+    change = f"{before} -> {after}: {_differences(plan, new)}"
+    where, cause = ("layout", f"resumed with --parallel {new.parallel}") if same_devices else MOVED
     number = store_plan(active, new)
-    active.emit("replan", step=active.step, number=number, change=change, cause="resumed on another device",
-                where="moved", phase="resume")  # fmt: skip
-    active.emit("notice", text=f"resumed on another device, with a new plan and the same batch: {change}")
+    active.emit("replan", step=active.step, number=number, change=change, cause=cause, where=where, phase="resume")
+    active.emit("notice", text=f"{cause}, with a new plan and the same batch: {change}")
+
+
+def _places(old: Plan, new: Plan, same_devices: bool) -> tuple[str, str]:
+    if same_devices:
+        return old.parallel, new.parallel
+    if old.world_size == new.world_size:
+        return old.device_name, new.device_name
+    return f"{old.world_size} x {old.device_name}", f"{new.world_size} x {new.device_name}"
 
 
 def _planned_together(active: Run) -> Plan:
@@ -54,7 +68,7 @@ def _planned_together(active: Run) -> Plan:
 def _same_job(recipe: Recipe, plan: Plan) -> Recipe:
     quantised = plan.base_format in QUANTISED_FORMATS
     method = "qlora" if quantised else plan.method
-    base = plan.base_format if quantised else "auto"
+    base = plan.base_format if quantised else recipe.base_format
     devices = recipe.devices if sessions.has_device(recipe) else None
     return recipe.with_(method=method, base_format=base, optimizer=plan.optimizer, packing=plan.packing,
                         devices=devices)  # fmt: skip

@@ -16,8 +16,13 @@ MOST_SKIPPED = 10  # steps in a row; then it is not the data
 
 
 def broken_records(active: Run, engine: Engine, records: Sequence[Record]) -> list[Record]:
-    """Those whose own loss is not finite, each computed alone; none when only the gradients are not finite."""
-    return [r for r in records if r.num_targets and not math.isfinite(engine.evaluate(active.batches([r]))[0])]
+    """Those whose own loss is not finite, each computed alone; none when only the gradients are not finite. All ranks
+    ask together and learn the same: in pp only the last one has the loss, in cp each that of its tokens."""
+
+    def loss_of(record: Record) -> float:
+        return active.group.sums([engine.evaluate(active.batches([record]))[0]])[0]
+
+    return [r for r in records if r.num_targets and not math.isfinite(loss_of(r))]
 
 
 def broken_weight(engine: Engine) -> str | None:

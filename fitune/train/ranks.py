@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
 from fitune.parallel import world as worlds
-from fitune.parallel.world import SAME_RECORDS, Single
+from fitune.parallel.world import Single
+from fitune.parallel.zero_config import stage_of
+from fitune.plan import Plan
 from fitune.recipe import Recipe
 from fitune.train import session as sessions
 from fitune.train.events import EventLog, as_stored
@@ -80,6 +82,18 @@ def plan_for(session: sessions.Session, group: Single) -> PlanResult:
     from fitune.planner.layouts import Ranks
 
     return sessions.plan_session(session, ranks=Ranks(group.size, group.local_size, group.cards))
+
+
+def check_plan(plan: Plan) -> None:
+    """Before anything of a plan is stored: what the library that it needs cannot do, or that it is not there.
+
+    Raises:
+        UserError: see `fitune.parallel.zero_library.check`.
+    """
+    if stage_of(plan) is not None:
+        from fitune.parallel.zero_library import check as check_zero
+
+        check_zero(plan)
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------
@@ -169,7 +183,6 @@ def check(recipe: Recipe, size: int) -> None:
     if recipe.parallel == "none" and size > 1:
         raise UserError(f"--parallel none cannot run on {size} processes", "it means one process with one GPU",
                         "leave one of the two out")  # fmt: skip
-    if recipe.batch < size and recipe.parallel not in SAME_RECORDS:
-        raise UserError(f"{size} processes cannot share a batch of {recipe.batch}",
-                        "each needs at least one record of a step",
-                        f"use --nproc {recipe.batch}, or a larger --batch")  # fmt: skip
+    from fitune.planner.layouts import check_records
+
+    check_records(recipe, size)

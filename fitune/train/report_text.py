@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fitune.memory.groups import LANGUAGES
+from fitune.planner.sentences import duration
 from fitune.units import format_duration
 
 # Key -> (English, Chinese), side by side so that neither can be forgotten.
@@ -159,9 +160,9 @@ _WORDS: dict[str, tuple[str, str]] = {
 
 # Plan fields and decisions: in English the name itself (underscores as spaces).
 _DECISIONS_ZH = {
-    "model": "模型", "num_layers": "层数", "method": "方法", "base_format": "基座格式", "double_quant": "双重量化",
+    "model": "模型", "num_layers": "层数", "method": "方法", "base_format": "底座格式", "double_quant": "双重量化",
     "adapter": "适配器", "device": "设备", "device_name": "设备名称", "precision": "计算精度", "loss_scaling": "损失缩放",
-    "embedding_place": "词嵌入位置", "embedding": "词嵌入", "attention": "注意力", "seq_len": "序列长度", "batch": "批大小",
+    "embedding_place": "嵌入表位置", "embedding": "嵌入表", "attention": "注意力", "seq_len": "序列长度", "batch": "批大小",
     "micro_batch": "微批大小", "accumulation_order": "梯度累积顺序", "packing": "打包", "recompute_layers": "重算的层数",
     "recompute": "重算", "loss_chunk": "损失分块", "optimizer": "优化器", "lr": "学习率", "schedule": "学习率计划",
     "warmup": "预热", "weight_decay": "权重衰减", "clip": "梯度裁剪", "seed": "随机种子", "budget_bytes": "显存预算",
@@ -193,8 +194,4 @@ class Words:
 
     def duration(self, seconds: float) -> str:
         """`3 min 20 s`, or `3 分 20 秒`."""
-        text = format_duration(seconds)
-        if self.lang == "zh":
-            for english, chinese in ((" min", " 分"), (" h", " 小时"), (" s", " 秒")):
-                text = text.replace(english, chinese)
-        return text
+        return duration(format_duration(seconds), self.lang)

@@ -1,13 +1,15 @@
 """The folder of one run, readable without the tool, and the list of runs below a folder.
 
 recipe.yaml    what was asked for         checkpoints/        where a resumed run starts
-plan.json      what was decided           adapter/ or model/  the result
+plan.json      what was decided first     adapter/ or model/  the result
+plan.N.json    and what took its place
 events.jsonl   what happened              report.html         all of it to look at
 deepspeed.json what DeepSpeed was told (ZeRO only)
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shlex
@@ -79,7 +81,8 @@ class RunFolder:
                 read-only; disk full. Nothing of what was begun is left.
         """
         path, is_new = _new_folder(out, model, root)
-        for name in _OURS:
+        later = [found.name for found in path.glob("plan.*.json") if cls.plan_number(found) > 0]
+        for name in (*_OURS, *later):
             if (path / name).exists():
                 _refuse(path, name)
         written: list[Path] = []
@@ -96,6 +99,13 @@ class RunFolder:
                 path.rmdir()
             raise
         return cls(path)
+
+    def discard(self) -> None:
+        """Inverse of `create`, for a run that has not begun: other things in the folder stay."""
+        for path in (self.recipe_path, self.plan_path, self.deepspeed_path, self.events_path):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder was there before, with other things in it
+            self.path.rmdir()
 
     @classmethod
     def open_existing(cls, run: str | Path, root: Path = RUNS) -> RunFolder:
@@ -128,18 +138,30 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def deepspeed_path(self) -> Path:
+        """What DeepSpeed was told by the last plan that used it; only there when one did."""
+        return self.path / "deepspeed.json"
+
+    @property
     def current_plan_path(self) -> Path:
         """The plan in force: `plan.N.json` of the last replan after running out of memory, else `plan.json`."""
-        replans = [p for p in self.path.glob("plan.*.json") if p.name.split(".")[1].isdigit()]
-        return max(replans, key=lambda p: int(p.name.split(".")[1]), default=self.plan_path)
+        return max([self.plan_path, *self.path.glob("plan.*.json")], key=self.plan_number)
+
+    @staticmethod
+    def plan_number(path: Path) -> int:
+        """N of `plan.N.json`; 0 of `plan.json`, and -1 of a file that is no plan of the run."""
+        if path.name == "plan.json":
+            return 0
+        number = path.name.split(".")[1]
+        return int(number) if number.isdigit() else -1
 
     def store_plan(self, plan: Plan, *, write: bool = True) -> int:
         """Write a plan that is in force from now on beside the first one (`write`: or count it only); its number."""
-        number = len(list(self.path.glob("plan.*.json"))) + 1
+        number = self.plan_number(self.current_plan_path) + 1
         if write:
             atomic_write(self.path / f"plan.{number}.json", plan.to_json())
             if (text := config_json(plan)) is not None:
-                atomic_write(self.path / "deepspeed.json", text)
+                atomic_write(self.deepspeed_path, text)
         return number
 
     @property

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import UserError
 from fitune.hardware.host import memory
 from fitune.parallel.slices import Parts, Slice
 from fitune.parallel.world import Single
@@ -84,7 +83,8 @@ class Saver:
         return finished
 
     def poll(self) -> list[Saved]:
-        """What was finished since the last call. Raises the UserError of one that could not be written."""
+        """What was finished since the last call. Raises what kept one from being written: a UserError, or a
+        RuntimeError where another rank is gone."""
         finished: list[Saved] = []
         while True:
             try:
@@ -142,5 +142,5 @@ class Saver:
             path, num_bytes = checkpoint.save(self.folder, step, tensors, values, self.keep, group)
             seconds = time.perf_counter() - started
             self._done.put(Saved(step, path, num_bytes, seconds, seconds if blocked_s is None else blocked_s))
-        except (UserError, OSError, RuntimeError, MemoryError) as problem:  # told by the next call of the owner
+        except Exception as problem:  # noqa: BLE001 not silenced: raised by the owner's next call
             self._done.put(problem)

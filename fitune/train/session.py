@@ -205,7 +205,7 @@ def plan_device(recipe: Recipe, plan: Plan) -> torch.device:
 
     if plan.device == "cpu":
         return torch.device("cpu")
-    digits = "".join(c for c in recipe.devices or "" if c.isdigit())
+    digits = "".join(c for c in (recipe.devices or "").partition(",")[0] if c.isdigit())  # of several the first
     if digits or torch.cuda.device_count() == 1:
         return torch.device("cuda", int(digits or 0))
     return torch.device("cuda", choose_target(recipe, hardware.probe()).index or 0)

@@ -40,7 +40,8 @@ def _sentence(event: dict[str, Any]) -> str | None:
         return None
     step, change = event.get("step"), event.get("change")
     if event.get("phase") == "resume":
-        return f"moved to another device after step {step} ({change})"
+        what = "shared the work another way" if event.get("where") == "layout" else "moved to another device"
+        return f"{what} after step {step} ({change})"
     place = PLACES.get(str(event.get("where")), "memory")
     work = {"eval": f"in an evaluation before step {step}", "load": "while the model was loaded"}.get(
         str(event.get("phase")), f"at step {step}")  # fmt: skip

@@ -82,6 +82,8 @@ class TensorFiles(Saved):
         for path in paths:
             file: Any = safe_open(str(path), framework="pt", device="cpu")
             slices = parse_json((file.metadata() or {}).get(_SLICES, "{}"))
+            if not isinstance(slices, dict):
+                raise ValueError("its slices are no object")
             for name in file.keys():  # noqa: SIM118  no mapping
                 stored = tuple(file.get_slice(name).get_shape())
                 start, shape = slices.get(name, (0, stored))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import EXIT_FAILED, NotFinite, UserError
+from fitune.parallel.world import SAME_STATE
 from fitune.train import checkpoint, evaluation, nonfinite, watch
 from fitune.train import session as sessions
 from fitune.train.measure import Meter
@@ -154,7 +155,7 @@ def _write_result(active: Run, engine: Engine) -> None:
         active.pulse.expect_write(4 * engine.built.num_parameters())
     if active.group.is_leader:
         write_result(active.folder, active.session, active.plan, engine)
-    else:
+    elif active.plan.parallel not in SAME_STATE:
         engine.trained_tensors()
 
 
@@ -375,6 +376,8 @@ def save(active: Run, engine: Engine, meter: Meter, *, at_once: bool = False) ->
 
 
 def _state(active: Run, engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    if not active.group.is_leader and active.plan.parallel in SAME_STATE:
+        return {}, {}  # not a copy of all of it in host RAM that nobody needs
     tensors, values = engine.state()
     if active.group.is_leader:
         tensors |= {f"rng|{name}": state for name, state in generators(engine.built.device).items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from types import SimpleNamespace
 
 import bench
@@ -28,6 +30,22 @@ def test_an_error_and_a_death_are_records_of_the_case():
     assert error["name"] == "case" and error["error"] == "ValueError: no such shape" and "fails" in error["traceback"]
     died = bench.forked_record("case", lambda: os._exit(7))
     assert died == {"name": "case", "error": "the process died (exit code 7)"}
+
+
+def test_a_process_has_ended_when_its_record_is_there(tmp_path):
+    """The next case would find the card still in use."""
+    mark = tmp_path / "ended"
+
+    def slow_end():
+        def end():
+            time.sleep(0.3)
+            mark.touch()
+
+        threading.Thread(target=end).start()
+        return {"name": "case"}
+
+    assert bench.forked_record("case", slow_end) == {"name": "case"}
+    assert mark.exists()
 
 
 def test_records_are_kept_by_name_and_failures_are_not_done(tmp_path):

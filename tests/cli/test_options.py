@@ -122,7 +122,7 @@ def test_options_override_a_recipe_file(tmp_path: Path):
                                                "  why: it is not a setting of a recipe\n  fix: did you mean lora_r?"),
         ("model: smollm2\nbatch: 4\n", {"micro_batch": "8"},
          "cannot use settings that contradict each other in {path} and the command line\n"
-         "  why: micro_batch 8 is larger than batch 4\n  fix: correct the value"),
+         "  why: micro_batch 8 is larger than batch 4\n  fix: make it smaller"),
         ("model: [\n", {}, "cannot read recipe {path}\n  why: line 2, column 1: expected the node content, but found "
                            "'<stream end>'\n  fix: a recipe is YAML, one `setting: value` a line"),
         ("- a\n", {}, "cannot read recipe {path}\n  why: it is not a list of `setting: value` lines\n"

@@ -179,6 +179,9 @@ def test_bars_can_be_read_without_colour(lora: dict, tight: dict):
 def test_chinese_headings(lora: dict):
     text = printed(lora, 80, "zh")
     assert "各阶段与预算" in text and "权重 (bf16)" in text and "Where it goes" not in text
+    for english in ("note:", "LoRA r=16 on", "a step", "layer 3", "checkpointing", "8-bit", " at 24.9"):
+        assert english not in text
+    assert "LoRA r=16，底座 bf16" in text and "第 3 层的反向" in text and "8 位 Adam" in text
 
 
 def test_svg_shows_every_phase_and_its_bytes(lora: dict, tmp_path: Path):

@@ -61,7 +61,7 @@ def test_every_sentence_is_translated(plans):
 FITUNE = Path(render.__file__).parents[1]
 SPEAKING = (
     "planner/explain.py", "planner/layouts.py", "planner/sharing.py", "planner/ways.py", "planner/finish.py",
-    "planner/nofit.py",
+    "planner/nofit.py", "planner/techniques.py", "memory/moments.py",
     "planner/target.py", "planner/positions.py", "planner/lengths.py", "planner/advise.py", "planner/context.py",
     "speed/links.py", "memory/host.py", "memory/constants.py", "hardware/nvidia.py",
 )  # fmt: skip
@@ -70,7 +70,7 @@ PARTS = re.compile(
     r" with double .*|\? needs at least \? on each card, \? of |\? may be used|a card with more memory: \? \(\?\)|"
     r"\? of the available RAM|all of a \?|what is free on \?| \(\? are used by other processes\)|"
     r"--ram \? changes nothing: \? are \?| \(an NVLink bridge.*|PCIe through host memory|two cuBLAS workspaces.*|"
-    r"masters and state|paged optimizer state"
+    r"masters and state|paged optimizer state|, or plan for more cards: .*"
 )
 
 

@@ -221,6 +221,32 @@ def test_the_best_of_a_full_fine_tuning(run: RunFolder, base: Path, tmp_path: Pa
     assert (tmp_path / "m" / "tokenizer.json").exists()
 
 
+def test_the_best_of_a_model_with_buffers(tmp_path: Path):
+    """What is saved with a model and never trained (a router's correction) is the base's."""
+    import torch
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    from fitune.export.best import _put_model
+    from fitune.model.source import resolve
+
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+        topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1, n_shared_experts=1,
+    )  # fmt: skip
+    base = AutoModelForCausalLM.from_config(config)
+    base.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
+    base.save_pretrained(tmp_path / "base")
+    trained = {name: torch.randn_like(p) for name, p in base.named_parameters()}
+    plan = make_plan("cpu").with_(adapter=None, method="full", base_format="fp32")
+    _put_model(resolve(str(tmp_path / "base")), plan, trained, tmp_path)
+    got = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(p, trained[name]) for name, p in got.named_parameters())
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(got.state_dict()[name], base.state_dict()[name])
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_merge_that_runs_out_of_memory(times: int, run: RunFolder, tmp_path: Path, monkeypatch):
     """It begins again with smaller pieces; when that is too much as well the adapter is still there, and said."""

@@ -91,6 +91,9 @@ def _strike(pending: list[dict[str, Any]], at: str, **found: Any) -> None:
         marker = fault.get("once")  # across processes: the one that starts again must not fail as well
         if marker is not None and os.path.exists(marker):
             continue
+        fault["after"] = fault.get("after", 0) - 1  # so many times it does not strike
+        if fault["after"] >= 0:
+            continue
         pending.remove(fault)
         if marker is not None:
             Path(marker).touch()

@@ -9,12 +9,13 @@ import random
 
 import pytest
 
-from fitune.memory import splice
+from fitune.memory import splice, terms
 from fitune.memory.cut import NotRegular, fit
 from fitune.memory.pieces import symbols
 from fitune.memory.replay import peaks
 from fitune.memory.script import Script
 from fitune.memory.trace import Tracer, _Builder
+from fitune.model import tiled_mlp
 from tests import tiny
 from tests.memory.brute import WholeModel, cuda_plan
 
@@ -170,6 +171,25 @@ def test_chunks_in_the_middle_are_told_twice_at_most():
     assert [e for e in every if e.part != "tail"][-1].label == few[-1].label
     evaluation = tracer.eval_events(4, 100, 20), tracer.eval_events(4, 100, 20, None)
     assert whole.peak(evaluation[0]) == whole.peak(evaluation[1]) and len(evaluation[0]) < len(evaluation[1])
+
+
+def test_a_long_row_is_followed_in_a_few_pieces_and_chunks(monkeypatch):
+    """A tiled MLP of 16 pieces and 64 loss chunks, known at this shape only: the terms are those of all of them."""
+    config = tiny.config_of("llama", num_hidden_layers=LAYERS)
+    shape = (1, 1030, 16)
+
+    def followed() -> tuple[Script, int]:
+        script = Tracer(config, cuda_plan(config, mlp_tiles=16)).script_at(*shape)
+        return script, len(script.step_events(*shape, recompute_layers=LAYERS, accumulates=True, first_step=True))
+
+    few, num_few = followed()
+    monkeypatch.setattr(tiled_mlp, "FOLLOWED_PIECES", 16)
+    every, num_every = followed()
+    assert num_few < num_every / 2
+    spliced = few.terms(*shape)
+    assert sum(len(codes) for codes in few._cache["sums", 3][0].values()) < num_few / 2
+    monkeypatch.setattr(terms, "_MOST_CHUNKS", 100)
+    assert spliced == every.terms(*shape)
 
 
 def test_the_gradient_of_a_table_needs_room_for_its_pieces():

@@ -46,6 +46,16 @@ def test_nf4_base_equals_the_plain_model_with_the_same_values(name):
     assert_equals_plain(tiny.reference(name, num_hidden_layers=layers), base_format="nf4", recompute_layers=1)
 
 
+@pytest.mark.parametrize("kind", ["PhimoeConfig", "Llama4TextConfig"])
+def test_a_linear_layer_with_a_forward_of_its_own_is_not_replaced(kind, monkeypatch):
+    """Their routers are linear layers that choose experts too."""
+    monkeypatch.setitem(tiny.ARCHITECTURES, "routed", (kind, dict(head_dim=16, num_local_experts=4)))
+    model = tiny.reference("routed", num_hidden_layers=2)
+    assert_equals_plain(model, base_format="nf4", recompute_layers=1)
+    built, _ = built_from(model)
+    assert not any("router" in name for name in built.linears) and "model.layers.0.self_attn.q_proj" in built.linears
+
+
 @pytest.mark.parametrize("format", ["fp32", "nf4", "int8"])
 @pytest.mark.parametrize("name", list(tiny.ARCHITECTURES))
 def test_number_of_parameters_is_that_of_the_plain_model(name, format):

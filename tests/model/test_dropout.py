@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -133,6 +136,27 @@ def test_on_meta_a_gpu_plan_makes_the_result_alone():
         with Follower("meta") as follower:
             dropout.apply(x, 0.1, k, 1, on_cuda=on_cuda)
         assert least <= sum(event > 0 for event in follower.events) <= most
+
+
+class TritonError(Exception):
+    """As Triton's own: no RuntimeError."""
+
+
+def fails(*arguments):
+    raise TritonError("PTXAS error: sm_999 is not defined")
+
+
+@pytest.mark.parametrize(
+    ("launch", "why"), [(fails, "PTXAS error: sm_999"), (lambda kernel, x, *others: x, "not what plain torch gives")]
+)
+def test_a_kernel_that_cannot_be_used_is_left_out_and_said(launch, why, monkeypatch, caplog):
+    for name, value in (("triton.errors", dict(TritonError=TritonError)),
+                        ("fitune.model.dropout_kernel", dict(dropout_kernel=None))):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**value))
+    monkeypatch.setattr(dropout, "_launch", launch)
+    assert dropout._fused.__wrapped__(torch.device("cpu")) is None
+    (said,) = caplog.messages
+    assert said.startswith("LoRA dropout runs without its Triton kernel, which is slower: ") and why in said
 
 
 @pytest.mark.gpu

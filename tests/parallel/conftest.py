@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.parallel.runs import train
+from tests.parallel.runs import assert_same_run, train
 from tests.train.tiny_run import make_base, questions, write_rows
 
 
@@ -27,9 +29,30 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return settings
 
 
+FULL: dict[str, Any] = dict(method="full", lr=1e-3, lora_dropout=0.0, steps=3, eval_share=0)
+
+
 @pytest.fixture(scope="session")
 def alone(job: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The job on one process."""
     out = tmp_path_factory.mktemp("alone") / "run"
     assert train(1, job(out))[0][0] == "done"
     return out
+
+
+@pytest.fixture(scope="session")
+def assert_same_model(job: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str], None]:
+    """`assert_same_model(out, way)`: full fine-tuning by two ranks writes the model that one process writes."""
+    one = tmp_path_factory.mktemp("alone-full") / "run"
+    assert train(1, job(one, **FULL))[0][0] == "done"
+    theirs = load_file(one / "model" / "model.safetensors")
+
+    def check(out: Path, way: str) -> None:
+        train(2, job(out, **FULL, parallel=way))
+        assert_same_run(out, one)
+        ours = load_file(out / "model" / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert ours[name].dtype == tensor.dtype and (ours[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+
+    return check

@@ -6,10 +6,13 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.parallel.ranks import WAIT_S, _result, free_port
-from tests.train.tiny_run import PRELOADED
+from tests.train.tiny_run import PRELOADED, of_kind
 
 
 class Ranks:
@@ -59,7 +62,6 @@ def train(size: int, settings: dict[str, Any], **arguments: Any) -> list[Any]:
 def _run(rank: int, size: int, port: int, channel: Any, settings: dict[str, Any], resume: str | None,
          prepare: Callable[[int], None] | None) -> None:  # fmt: skip
     import pickle
-    from pathlib import Path
 
     import torch
 
@@ -79,4 +81,20 @@ def _run(rank: int, size: int, port: int, channel: Any, settings: dict[str, Any]
         raise
 
 
-__all__: Sequence[str] = ("Ranks", "train", "WAIT_S")
+def losses(run: Path) -> list[float]:
+    return [e["loss"] for e in of_kind(run, "step")]
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    return [(e["step"], e["eval_loss"]) for e in of_kind(run, "eval")]
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    mine, other = losses(ours), losses(theirs)
+    assert len(mine) == len(other)
+    assert mine[0] == pytest.approx(other[0], rel=1e-5) and mine == pytest.approx(other, rel=1e-4)
+    for (step, loss), (other_step, other_loss) in zip(evaluations(ours), evaluations(theirs), strict=True):
+        assert step == other_step and loss == pytest.approx(other_loss, rel=1e-4)
+
+
+__all__: Sequence[str] = ("Ranks", "WAIT_S", "assert_same_run", "evaluations", "losses", "train")

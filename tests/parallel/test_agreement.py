@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.runs import train
-from tests.parallel.test_runs import losses
+from tests.parallel.runs import losses, train
 from tests.train.tiny_run import of_kind
 
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 9.77 GiB"

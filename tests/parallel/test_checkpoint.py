@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,20 +18,25 @@ from safetensors.torch import load_file
 from fitune.engine.engine import Engine
 from fitune.errors import UserError
 from fitune.export import export_run
+from fitune.parallel.context import ContextEngine
 from fitune.parallel.group import Group
 from fitune.parallel.pipeline import PipelineEngine, open_stage
 from fitune.parallel.replicated import share_of
+from fitune.parallel.sharded_state import ShardedEngine
 from fitune.parallel.slices import Parts, Slice
-from fitune.parallel.world import Single
+from fitune.parallel.tensor_engine import TensorEngine
+from fitune.parallel.world import SAME_STATE, Single
+from fitune.parallel.zero import ZeroEngine
 from fitune.plan import Plan
-from fitune.train import checkpoint, tensor_files
+from fitune.recipe import Parallel
+from fitune.train import checkpoint, tensor_files, work
 from fitune.train.run_folder import RunFolder
 from fitune.train.saver import Saver
 from fitune.train.tensor_files import TensorFiles, write_tensors
 from tests.parallel.jobs import assert_same, batches_of, make_built, plan_of, records
 from tests.parallel.ranks import run_ranks
+from tests.parallel.runs import assert_same_run
 from tests.parallel.runs import train as train_run
-from tests.parallel.test_runs import assert_same_run
 from tests.parallel.test_sharded import SHARDED, make
 from tests.train.tiny_run import of_kind
 
@@ -195,6 +204,96 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path: Path):
     first, second = run_ranks(2, full_disk, tmp_path / "full", 9)
     assert "the disk is full" in first[1] and second[:2] == ([], None)
     assert first[2:] == second[2:] == ([3], 1), "nothing half-written is left"
+
+
+def killed(group: Group, folder: Path, victim: int, moment: str) -> Any:
+    """Two checkpoints; while the second is being written the victim dies without a word."""
+    save(group, folder, 1)
+
+    def dies(*arguments: Any) -> None:
+        os._exit(9)
+
+    def watched(path: Path, tensors: Any) -> None:
+        if path.name.startswith(moment):
+            path.write_bytes(b"half")
+            dies()
+        write_tensors(path, tensors)
+
+    if group.rank == victim:
+        checkpoint.write_tensors = watched  # type: ignore[attr-defined]
+        if moment in ("_write_numbers", "prune"):
+            setattr(checkpoint, moment, dies)
+    saver = Saver(folder, 5, group=group)
+    saver.save(2, lambda: (parts_of(group, 2.0), {"optimizer": {}}))
+    with pytest.raises(RuntimeError) if group.is_leader else nullcontext():
+        saver.wait()
+
+
+@pytest.mark.parametrize(("victim", "moment"), [
+    (1, "parameters"), (1, "state"), (0, "state"), (0, "_write_numbers"), (0, "prune"),
+])  # fmt: skip
+def test_a_rank_that_is_killed_while_all_write(victim: int, moment: str, tmp_path: Path):
+    """The earlier checkpoint is whole, a half one has no name; what is left of it goes with the next write."""
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(AssertionError, match=f"rank {victim} ended without a word"):
+        run_ranks(2, killed, folder, victim, moment)
+    newest = 2 if moment == "prune" else 1
+    assert checkpoint.steps(folder) == list(range(1, newest + 1))
+    found = checkpoint.load_latest(folder)
+    assert found is not None and (found.step, found.notes) == (newest, ())
+    assert found.tensors["parameter|a"].tolist() == [[newest] * 5, [newest * 2] * 5]
+    checkpoint.save(folder, 3, {"parameter|a": torch.zeros(1)}, {}, 5)
+    assert {path.name for path in folder.iterdir()} == {f"step-0000000{step}" for step in {1, newest, 3}}
+
+
+def test_a_part_that_is_gone(tmp_path: Path):
+    """Whether its tensors are whole (`pp`) or in slices."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"parameter|a": torch.zeros(3)}, {}, 5)
+    folder = tmp_path / "step-00000002"
+    content = json.loads((folder / "manifest.json").read_text())
+    for name in ("parameters", "state"):
+        (folder / f"{name}.safetensors").rename(folder / f"{name}-00001-of-00002.safetensors")
+        content["files"][f"{name}-00001-of-00002.safetensors"] = content["files"].pop(f"{name}.safetensors")
+    (folder / "manifest.json").write_text(json.dumps(content))
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None and found.step == 1 and "does not list all files" in found.notes[0]
+    content["files"] |= {name.replace("-00001", "-00002"): entry for name, entry in content["files"].items()}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None and found.step == 1 and "-00002-of-00002.safetensors" in found.notes[0]
+
+
+def unwritable(group: Group, folder: Path) -> Any:
+    """A rank that cannot write what it has, for whatever reason."""
+    parts = parts_of(group, 1.0)
+    if group.rank == 1:
+        parts["parameter|odd"] = torch.zeros(2, dtype=torch.complex64)
+    try:
+        checkpoint.save(folder, 1, parts, {"optimizer": {}}, 5, group)
+    except UserError as error:
+        return error.why, list(folder.iterdir())
+    return None
+
+
+def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path):
+    """No rank waits half an hour for one that has failed."""
+    assert run_ranks(2, unwritable, tmp_path) == [("torch.complex64", [])] * 2
+
+
+@pytest.mark.parametrize("way", SAME_STATE)
+def test_what_every_rank_has_is_copied_by_the_first(way: str):
+    """The others would make a copy of weights and optimizer state in the same host's RAM, for nobody."""
+    follower: Any = SimpleNamespace(group=SimpleNamespace(is_leader=False), plan=plan_of(parallel=way))
+    untouched: Any = None
+    assert work._state(follower, untouched) == ({}, {})
+
+
+def test_ways_whose_ranks_all_take_part_in_saving():
+    assert ContextEngine.state is Engine.state, "cp, as ddp and streamed"
+    for engine in (ShardedEngine, PipelineEngine, TensorEngine, ZeroEngine):
+        assert engine.state is not Engine.state
+    assert {*SAME_STATE, "fsdp2", "pp", "tp", "zero1", "zero2", "zero3", "auto", "none"} == set(get_args(Parallel))
 
 
 def test_what_is_not_whole_is_no_tensor(tmp_path: Path):

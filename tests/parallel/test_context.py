@@ -25,9 +25,9 @@ from fitune.train.signals import StepGivenUp
 from tests import tiny
 from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, train
 from tests.parallel.ranks import run_ranks
+from tests.parallel.runs import assert_same_run, losses
 from tests.parallel.runs import train as train_run
 from tests.parallel.test_agreement import fail_on
-from tests.parallel.test_runs import assert_same_run, losses
 from tests.parallel.test_shared import STREAMED
 from tests.train.tiny_run import of_kind
 
@@ -154,15 +154,20 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, lo
 
 
 @pytest.mark.parametrize(
-    ("changes", "plan", "why"),
+    ("architecture", "changes", "plan", "why"),
     [
-        ({}, dict(attention="native"), "its attention is code of its own"),
-        (dict(rope_parameters=LONGROPE), {}, "depend on the length of the row"),
+        ("llama", {}, dict(attention="native"), "its attention is code of its own"),
+        ("llama", dict(rope_parameters=LONGROPE), {}, "depend on the length of the row"),
+        ("llama4", {}, {}, "its attention counts tokens by itself"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], plan: dict[str, Any], why: str):
-    built = build(tiny.config_of("llama", **changes), plan_of(), "meta")
+def test_what_cannot_be_cut_is_refused(
+    architecture: str, changes: dict[str, Any], plan: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny.ARCHITECTURES, "llama4", ("Llama4TextConfig", dict(head_dim=16, num_local_experts=4)))
+    built = build(tiny.config_of(architecture, **changes), plan_of(), "meta")
     with pytest.raises(UserError) as caught:
         check_context(built, plan_of(**plan))
-    assert caught.value.what == "rows of LlamaForCausalLM cannot be cut into slices (--parallel cp)"
+    name = type(built.model).__name__
+    assert caught.value.what == f"rows of {name} cannot be cut into slices (--parallel cp)"
     assert why in caught.value.why

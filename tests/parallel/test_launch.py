@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from fitune.parallel.launch import Launcher, num_processes
 from fitune.parallel.world import World, card_of, from_environment
 from fitune.train.supervise import for_ranks
 from tests.conftest import ROOT
+from tests.parallel.runs import assert_same_run
 from tests.train.tiny_run import of_kind, steps_done
 
 
@@ -150,6 +152,23 @@ def test_the_command_stops_in_one_checkpoint_and_goes_on(job: Any, alone: Path, 
     assert again.returncode == 0, again.stdout + again.stderr
     ours = [e["loss"] for e in of_kind(run, "step")]
     assert ours == pytest.approx([e["loss"] for e in of_kind(alone, "step")], rel=1e-4)
+
+
+def test_a_rank_that_is_killed_while_it_saves(job: Any, alone: Path, tmp_path: Path):
+    """Half of a checkpoint is no checkpoint: new processes go on from the one before, to the same losses."""
+    run = tmp_path / "run"
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(job(run, parallel="fsdp2")))
+    part, struck = "state-00002-of-00002.safetensors", str(tmp_path / "struck")
+    fault = dict(at="write", name=part, kind="kill", once=struck, after=1)
+    faults = json.dumps({"log": str(tmp_path / "log"), "faults": [fault]})
+    command = [sys.executable, "-m", "tests.faults.inject", "train", str(tmp_path / "recipe.yaml"), "--nproc", "2"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULTS": faults}, cwd=ROOT,
+                          capture_output=True, text=True, timeout=240)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(run, alone)
+    (restart,) = of_kind(run, "restart")
+    assert restart["from_step"] == 2 and "it was killed (SIGKILL)" in restart["cause"]
+    assert not [path for path in (run / "checkpoints").iterdir() if "fitune-tmp" in path.name]
 
 
 def test_several_processes_need_a_way_to_start(job: Any, tmp_path: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fitune.engine.engine import Engine
 from fitune.errors import UserError
@@ -20,8 +21,8 @@ from fitune.train.signals import StepGivenUp
 from tests import tiny
 from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, train
 from tests.parallel.ranks import run_ranks
+from tests.parallel.runs import assert_same_run, losses
 from tests.parallel.runs import train as train_run
-from tests.parallel.test_runs import assert_same_run, losses
 
 
 def piped(group: Group, plan: Plan) -> Any:
@@ -53,6 +54,28 @@ def test_as_one_process(size: int, changes: dict[str, Any]):
     assert [loss for _, loss, *_ in results[:-1]] == [(0.0, 0)] * (size - 1), "the last stage has the loss"
     assert results[-1][1][0] == pytest.approx(expected[0], rel=1e-4) and results[-1][1][1] == expected[1]
     assert sum(part for *_, part in results) == packed, "each layer is held once"
+
+
+def gathered(group: Group, plan: Plan) -> Any:
+    """The result as the first rank writes it, of a model with a saved buffer in each layer."""
+    built = make_built(plan, before_fill=lambda made: open_stage(made, plan, group))
+    own = layers_of(len(built.layers), group.rank, group.size)
+    for index, layer in enumerate(built.layers):
+        layer.register_buffer("scalar", torch.tensor(float(index) if index in own else -1.0))
+    engine = PipelineEngine(built, plan, group)
+    return engine.whole_weights() if group.is_leader else engine.trained_tensors()
+
+
+def test_the_result_has_the_buffers_of_all_stages():
+    """Each stage has read those of its own layers only."""
+    plan = plan_of(method="full", adapter=None, micro_batch=1, parallel="pp", world_size=2)
+    weights, nothing = run_ranks(2, gathered, plan)
+    built = make_built(plan_of(method="full", adapter=None, micro_batch=1))
+    assert weights.keys() - {name for name, _ in built.model.named_parameters()} == {
+        f"{built.layers_prefix}.{index}.scalar" for index in range(len(built.layers))
+    }
+    scalars = [float(weights[f"{built.layers_prefix}.{index}.scalar"]) for index in range(len(built.layers))]
+    assert scalars == list(map(float, range(len(built.layers)))) and nothing == {}
 
 
 def given_up(group: Group, plan: Plan, failing: int, part: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -157,14 +159,19 @@ def test_many_architectures(architecture: str, monkeypatch: pytest.MonkeyPatch):
 # ---- a rank that gives up --------------------------------------------------------------------------------------------
 
 
+_PARTS = ("copy", "forward", "tail", "backward")
+
+
 def given_up(group: Group, plan: Plan) -> list[str]:
     """Steps that the second rank gives up at different parts, as `fitune.train` has it; how each ended here."""
     engine = TensorEngine(make_built(LLAMA, plan, group), plan, group)
     agree = ranks.Agreement(group)
-    return [_one_step(engine, agree, part if group.rank == 1 else "", plan) for part in ("forward", "tail", "backward")]
+    return [_one_step(engine, agree, part if group.rank == 1 else "", plan) for part in _PARTS]
 
 
 def _one_step(engine: Engine, agree: Any, failing: str, plan: Plan) -> str:
+    copy = mock.patch("fitune.engine.engine.to_device", side_effect=StepGivenUp)  # before the first exchange
+
     def observe(at: str, index: int) -> None:
         if at == failing and index == 0:
             raise StepGivenUp
@@ -172,7 +179,8 @@ def _one_step(engine: Engine, agree: Any, failing: str, plan: Plan) -> str:
             raise ranks.PeerGaveUp
 
     try:
-        engine.step(batches_of(records(5), plan), step=0, lr=plan.lr, observe=observe)
+        with copy if failing == "copy" else contextlib.nullcontext():
+            engine.step(batches_of(records(5), plan), step=0, lr=plan.lr, observe=observe)
     except ranks.PeerGaveUp:
         engine.abandon()
         return "told"
@@ -187,7 +195,7 @@ def _one_step(engine: Engine, agree: Any, failing: str, plan: Plan) -> str:
 def test_a_rank_gives_a_step_up_and_nobody_waits_for_it():
     plan = plan_of_two(parallel="tp", world_size=2, accumulation_order="layer-major")
     results = run_ranks(2, given_up, plan, timeout_s=30)
-    assert results == [["told"] * 3, ["gave up"] * 3]
+    assert results == [["told"] * len(_PARTS), ["gave up"] * len(_PARTS)]
 
 
 # ---- what a rank holds -----------------------------------------------------------------------------------------------
@@ -231,21 +239,27 @@ def test_the_trace_holds_what_a_rank_holds(job: Job):
     [
         ("llama", dict(num_attention_heads=4), dict(size=3), "4 heads cannot be split over 3 GPUs"),
         ("llama", {}, dict(dora=True), "DoRA needs the norms of whole rows"),
+        ("qwen3_moe", {}, dict(targets=("q_proj", "experts")), "adapters of fused experts are made with whole weights"),
         ("llama", {}, dict(optimizer="adafactor"), "the state of optimizer adafactor belongs to whole matrices"),
         ("llama", {}, dict(stream_from="pageable", resident_layers=0), "the plan keeps weights in host memory"),
         ("phi3", {}, {}, "Phi3Attention"),
+        ("llama4", {}, {}, "Llama4TextExperts holds experts of another form"),  # transposed, and do not say so
         ("gpt2", {}, {}, "GPT2Attention"),
         ("olmo2", {}, {}, "self_attn.q_norm.weight works on all heads together"),
         ("starcoder2", dict(num_attention_heads=4), FULL, "self_attn.o_proj.bias would be trained"),
     ],
 )
-def test_what_cannot_be_split_is_refused(architecture: str, config: dict[str, Any], changes: dict[str, Any], why: str):
+def test_what_cannot_be_split_is_refused(
+    architecture: str, config: dict[str, Any], changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny.ARCHITECTURES, "llama4", ("Llama4TextConfig", dict(head_dim=16, num_local_experts=4)))
     changes = dict(changes)
-    size, dora = changes.pop("size", 2), changes.pop("dora", False)
+    size = changes.pop("size", 2)
+    of_adapter = {name: changes.pop(name) for name in ("dora", "targets") if name in changes}
     plan = plan_of(parallel="tp", world_size=size, **changes)
-    if dora:
+    if of_adapter:
         assert plan.adapter is not None
-        plan = plan.with_(adapter=dataclasses.replace(plan.adapter, dora=True))
+        plan = plan.with_(adapter=dataclasses.replace(plan.adapter, **of_adapter))
     built = build(tiny.config_of(architecture, **config), plan, "meta")
     with pytest.raises(UserError) as caught:
         open_split(built, plan, Imagined(size))

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.parallel.runs import train
+from tests.parallel.runs import assert_same_run, losses, train
 from tests.parallel.test_agreement import OOM
-from tests.parallel.test_runs import assert_same_run, losses
 from tests.train.tiny_run import of_kind
 
 

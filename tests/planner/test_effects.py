@@ -78,7 +78,7 @@ def test_sizes_by_hand(tight):
     assert got["zero1"].num_gpus == 2
     assert got["zero1"].saves_bytes == pytest.approx(8 * adapters / 2, rel=0.01)
     assert got["zero2"].saves_bytes == pytest.approx(12 * adapters / 2, rel=0.01)
-    assert got["zero1"].saves_bytes < got["zero2"].saves_bytes < got["zero3"].saves_bytes
+    assert got["zero1"].saves_bytes < got["zero2"].saves_bytes < got["fsdp"].saves_bytes
 
 
 def test_a_wide_base_uses_lora_and_could_be_quantised(wide):
@@ -97,6 +97,27 @@ def test_streaming_by_its_formula(tight):
     used, saved = effects._streaming(job)
     assert used and saved == pytest.approx(32 * 218.1e6 * 4.13 / 8 * 28 / 32, rel=0.25)
     assert job.held_params == pytest.approx(4 * 218.1e6, rel=0.01)
+
+
+KEYS = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "tp": "tensor_parallel", "pp": "pipeline_parallel",
+        "fsdp2": "fsdp", "cp": "context_parallel"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "key"), KEYS.items())
+def test_a_way_of_several_gpus_is_used_where_the_plan_has_it(wide, way, key):
+    context, plan, got = wide
+    assert not got[key].used
+    job = effects._Job(context, plan.with_(parallel=way, world_size=2))
+    used, saved = effects._RULES[key](job)
+    assert used and saved and saved >= got[key].saves_bytes
+
+
+def test_a_way_that_cannot_do_the_job_is_not_shown(tight):
+    """DeepSpeed cuts no packed weights; 32 heads go among 2 GPUs and not among 3."""
+    context, plan, got = tight
+    assert "zero3" not in got and "zero2" in got and "tensor_parallel" in got
+    three = effects._Job(context, plan.with_(parallel="ddp", world_size=3))
+    assert effects._RULES["tensor_parallel"](three) == (False, None)
 
 
 def test_json(tight):

@@ -11,6 +11,7 @@ from fitune.planner.ladder import (
     AS_FAST,
     BYTES_PER_LOGIT,
     LOSS_CHUNK_BYTES,
+    MOST_BYTES_PER_LOGIT,
     SMALLEST_CHUNK,
     Search,
     default_chunk,
@@ -129,6 +130,41 @@ def test_more_memory_is_never_slower(terms_of):
 def test_the_large_chunk_comes_first(terms_of):
     found = search(terms_of).fitting(10**12)
     assert {c.loss_chunk for c in found} == {256}
+
+
+def token_bytes():
+    """What the planner takes for the most that a token less in a loss chunk takes off a peak."""
+    conf = config()
+    return MOST_BYTES_PER_LOGIT * (conf.vocab_size + conf.hidden_size)
+
+
+def test_a_smaller_chunk_takes_off_no_more_than_is_taken_for_granted(terms_of):
+    made = search(terms_of)
+    for rows in (1, 4):
+        large, small = (made._needs(rows, chunk) for chunk in (256, SMALLEST_CHUNK))
+        most = max(large[layers] - small[layers] for layers in large)
+        assert 0 < most <= token_bytes() * (256 - SMALLEST_CHUNK)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_smaller_chunk_that_is_passed_over_would_change_nothing(terms_of, case):
+    plain, made = search(terms_of, **case), search(terms_of, **case, chunk_token_bytes=token_bytes())
+    for limit in limits(everything(plain)):
+        assert made.fitting(limit) == plain.fitting(limit)
+
+
+def test_a_smaller_chunk_is_not_traced_where_it_cannot_help(terms_of):
+    """A trace of one shape may take seconds: with all that fits recomputed, a layer more weighs more than any chunk."""
+    asked = set()
+
+    def counted(*shape):
+        asked.add(shape)
+        return terms_of(*shape)
+
+    needs = search(terms_of)._needs(1, 256)
+    limit = (needs[6] + needs[5]) // 2
+    (found,) = search(counted, num_rows=1, chunk_token_bytes=1).fitting(limit)
+    assert found.recompute_layers == 6 and asked == {(1, 256, 256)}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fitune.units import GIB
 from tests.planner import case
 
 SMALL, LARGE = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
-EVERY_WAY = {"none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp"}
+EVERY_WAY = {"none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "pp"}
 FULL: dict[str, Any] = dict(method="full")
 
 
@@ -124,6 +124,7 @@ def test_a_way_that_was_named_is_taken(way: str):
     assert [r["layout"] for r in result.layouts] == [way]
     assert plan.stream_from == {"streamed": "pinned", "fsdp2": "shards"}.get(way, "none")
     assert (plan.embedding_place == "device") == (way == "tp"), "it is cut, not looked up in RAM"
+    assert case.reason(result, "embedding").value == plan.embedding_place
     assert plan.batch == 8 and plan.micro_batch <= (8 if way in ("tp", "pp", "cp") else 4)
 
 
@@ -134,7 +135,9 @@ def test_a_named_way_that_does_not_fit_is_not_changed():
 
 def test_a_way_that_cannot_do_the_job():
     for settings, why in (
-        (dict(parallel="fsdp2", optimizer="adamw8bit"), "cannot be cut into flat parts"),
+        (dict(parallel="fsdp2", optimizer="adamw8bit"), "cannot be cut into parts"),
+        (dict(parallel="tp", optimizer="adafactor"), "cannot be cut into parts"),
+        (dict(parallel="zero1", optimizer="lion", offload_optimizer="cpu"), "on the GPU only"),
         (dict(parallel="streamed", **FULL), "only frozen weights are streamed"),
         (dict(parallel="zero3", method="qlora"), "cannot shard packed weights"),
         (dict(parallel="tp", gpu="rtx3090:3"), "32 heads cannot be shared by 3 GPUs"),
@@ -163,9 +166,27 @@ def test_only_the_cards_that_were_named():
 def test_a_step_of_one_record_is_not_shared():
     result = planned(SMALL, "rtx3090:2", batch=1)
     assert result.plan.parallel == "none" and row(result, "ddp")["why"] == "a step has one record"
-    assert "`fitune train` starts a process for each GPU: add --nproc 1" in result.notes
+    assert "1 of 2 GPUs in use: more would not be faster" in result.notes
     three = planned(SMALL, "4x4090", batch=3)
     assert three.plan.world_size == 3, "the fourth would have nothing to do"
+
+
+def test_as_many_processes_as_were_asked_for():
+    """What `fitune train` starts then: one GPU is no choice, and there is no word of others."""
+    result = planned(SMALL, "4x4090", nproc=2)
+    assert result.plan.world_size == 2 and "none" not in {r["layout"] for r in result.layouts}
+    assert not any("in use" in note for note in result.notes)
+    on_cpu = make_plan(case.recipe(devices="cpu", nproc=2), case.machine(), config=case.config()).plan
+    alone = make_plan(case.recipe(devices="cpu"), case.machine(), config=case.config()).plan
+    assert (on_cpu.parallel, on_cpu.world_size) == ("ddp", 2)
+    assert on_cpu.budget_bytes == alone.budget_bytes // 2, "they share one memory"
+    for gpu, settings, what, fix in (
+        ("rtx3090", dict(nproc=2), "cannot use 2 GPUs", "use --nproc 1, or plan for more cards: --gpu 2xNAME"),
+        ("2x3090", dict(nproc=2, batch=1), "2 processes cannot share a batch of 1", "use --nproc 1, or a larger "),
+    ):
+        with pytest.raises(UserError) as caught:
+            planned(SMALL, gpu, **settings)
+        assert caught.value.what == what and caught.value.fix.startswith(fix)
 
 
 # ---- what `fitune train` takes ---------------------------------------------------------------------------------------

@@ -331,6 +331,13 @@ def test_beyond_rotary_positions_is_a_note():
         assert not any("beyond" in note for note in other.notes), "no record is that long"
 
 
+def test_settings_of_adapters_are_said_to_do_nothing_in_full_fine_tuning():
+    said = "--lora-r, --rslora: without effect, since full fine-tuning trains every weight and has no adapters"
+    assert said in plan(method="full", lora_r=8, rslora=True).notes
+    for values in (dict(method="full"), dict(method="lora", lora_r=8)):
+        assert not any("without effect" in note for note in plan(**values).notes)
+
+
 def test_what_a_card_holds_besides_tensors_is_a_note():
     (note,) = [n for n in plan(batch=1).notes if "driver's context" in n]
     assert "758 MiB" in note and "4%" in note

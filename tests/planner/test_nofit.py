@@ -121,6 +121,15 @@ def test_a_shorter_sequence_cuts_into_the_records_there_are():
     assert entry["setting"] == {"seq_len": 384}
 
 
+def test_a_length_is_offered_however_long_the_records_are():
+    """A thirtieth of them would not fit either: shorter ones are powers of two."""
+    values = dict(method="qlora", batch=1)
+    (entry,) = [e for e in offers(70, seq_len=999_999_999, **values) if "seq_len" in e["setting"]]
+    length = entry["setting"]["seq_len"]
+    assert length >= 128 and length.bit_count() == 1
+    assert not taken_up(70, values, {"setting": {"seq_len": 2 * length}}).fits
+
+
 def test_no_length_helps():
     assert "seq_len" not in kinds(offers(1, method="qlora", seq_len=1024))
     assert "seq_len" not in kinds(offers(1, method="qlora", seq_len=128))

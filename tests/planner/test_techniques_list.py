@@ -13,9 +13,10 @@ from fitune.recipe import BaseFormat, OptimizerName, Parallel, Recipe
 from tests.house.source import ROOT
 
 WANTED = {
-    "data_parallel", "pipeline_parallel", "tensor_parallel", "zero1", "zero2", "zero3", "fsdp", "accumulation", "fp16",
-    "bf16", "int8", "fp4", "nf4", "double_quant", "lora", "qlora", "checkpointing", "flash_attention", "offload",
-    "streaming", "adam8bit", "paged_optimizer", "cpu_optimizer", "chunked_loss", "packing",
+    "data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel", "zero1", "zero2", "zero3", "fsdp",
+    "accumulation", "fp16", "bf16", "int8", "fp4", "nf4", "double_quant", "lora", "qlora", "checkpointing",
+    "flash_attention", "offload", "streaming", "adam8bit", "paged_optimizer", "cpu_optimizer", "chunked_loss",
+    "packing",
 }  # fmt: skip
 TEXTS = ("name", "how", "saves", "costs", "when")
 
@@ -64,6 +65,13 @@ def test_named_settings_exist(key: str):
         assert name in Recipe.model_fields
         if value:
             Recipe.model_validate({name: value})
+
+
+def test_every_technique_can_be_had():
+    """By a setting, or because a plan takes it by itself; a way of several GPUs by the name it has in a recipe."""
+    assert [t.key for t in ALL if not (t.setting or t.is_auto)] == []
+    named = {way for t in ALL for way in re.findall(r"--parallel (\w+)", t.setting)}
+    assert named == {*Parallel.__args__} - {"auto", "none", "streamed"}
 
 
 def test_pages_are_current(capsys):

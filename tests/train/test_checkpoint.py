@@ -50,8 +50,40 @@ def test_the_newest_and_the_best_stay(tmp_path: Path):
     checkpoint.mark_best(tmp_path, 6, 1.25)
     save(tmp_path, 7, keep=1)
     assert checkpoint.steps(tmp_path) == [6, 7]
-    (tmp_path / "best.json").write_text("{")
-    assert checkpoint.best(tmp_path) is None
+    for content in ("{", "[]", "7", '{"step": 6, "eval_loss": 1, "before": 3}'):
+        (tmp_path / "best.json").write_text(content)
+        assert checkpoint.best(tmp_path) is None
+
+
+def test_the_best_stays_until_the_next_best_is_there(tmp_path: Path, monkeypatch):
+    """It is marked while it is being written: where that fails, or the process is killed, there is still a best one."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=1)
+        if step == 1:
+            checkpoint.mark_best(tmp_path, 1, 1.5)
+    checkpoint.mark_best(tmp_path, 4, 1.25)
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="the disk is full"):
+        FullDisk(patched, 100)
+        save(tmp_path, 4, keep=1)
+    assert checkpoint.steps(tmp_path) == [1, 3] and checkpoint.best(tmp_path) == (1, 1.5)
+    save(tmp_path, 4, keep=1)
+    assert checkpoint.steps(tmp_path) == [4] and checkpoint.best(tmp_path) == (4, 1.25)
+
+
+def test_a_damaged_newer_one_takes_the_place_of_none(tmp_path: Path, monkeypatch):
+    """The run went on from the one before: neither that nor what it saves next is removed in favour of the damaged."""
+    save(tmp_path, 20, keep=1)
+    (save(tmp_path, 40, keep=2) / "state.json").write_text("{")
+    assert checkpoint.load_latest(tmp_path).step == 20
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="the disk is full"):
+        patched.setattr(checkpoint, "remove_folder", lambda path: path.name.endswith("40") or files.remove_folder(path))
+        FullDisk(patched, 100)
+        save(tmp_path, 30, keep=1)
+    assert checkpoint.steps(tmp_path) == [20, 40]
+    save(tmp_path, 30, keep=1)
+    assert checkpoint.load_latest(tmp_path).step == 30 and checkpoint.steps(tmp_path) == [30, 40]
+    save(tmp_path, 40, keep=1)
+    assert checkpoint.steps(tmp_path) == [40] and checkpoint.load_latest(tmp_path).notes == ()
 
 
 def test_killed_while_an_old_one_is_removed(tmp_path: Path, monkeypatch):
@@ -65,7 +97,7 @@ def test_killed_while_an_old_one_is_removed(tmp_path: Path, monkeypatch):
     save(tmp_path, 2)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(files.shutil, "rmtree", killed)
-        checkpoint.prune(tmp_path, 1)
+        checkpoint.prune(tmp_path, 1, 2)
     assert checkpoint.steps(tmp_path) == [2] and len(list(tmp_path.iterdir())) == 2
     save(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
@@ -89,6 +121,29 @@ def test_a_damaged_one_is_left_out(name: str, damage: str, tmp_path: Path):
         return  # a byte of the indentation
     assert found.step == 1
     assert found.notes[0].startswith("the checkpoint of step 2 is damaged (")
+
+
+@pytest.mark.parametrize("listed", [
+    ["state.safetensors"], ["parameters.safetensors", "state-00001-of-00002.safetensors"], [],
+    ["parameters.safetensors", "state-/../../other/state.safetensors"],
+    ["parameters-00001-of-00001.safetensors", "parameters.safetensors", "state.safetensors"],
+])  # fmt: skip
+def test_a_manifest_that_lists_other_files(listed: list[str], tmp_path: Path):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / "manifest.json"
+    content = json.loads(path.read_text())
+    entries = content["files"]
+    content["files"] = dict.fromkeys(listed, entries["parameters.safetensors"]) | {"state.json": entries["state.json"]}
+    path.write_text(json.dumps(content))
+    found = checkpoint.load_latest(tmp_path)
+    assert found.step == 1 and "does not list all files" in found.notes[0]
+
+
+def test_a_folder_under_another_name(tmp_path: Path):
+    save(tmp_path, 1)
+    save(tmp_path, 2).rename(tmp_path / "step-00000005")
+    found = checkpoint.load_latest(tmp_path)
+    assert found.step == 1 and "it was written after step 2" in found.notes[0]
 
 
 class FullDisk:
@@ -188,6 +243,14 @@ def test_a_limit_of_the_recipe_counts(tmp_path: Path):
     """`--ram` holds for the copy too: this process alone is larger than that."""
     (saved,) = Saver(tmp_path, 2, ram_bytes=1 << 20).save(1, lambda: ({"parameter|a": torch.ones(4)}, {}))
     assert saved.step == 1 and saved.blocked_s == saved.seconds
+
+
+def test_a_format_that_cannot_be_written_is_told(tmp_path: Path):
+    """Whatever goes wrong behind the training's back: no checkpoint is missing without a word."""
+    saver = Saver(tmp_path, 2)
+    saver.save(1, lambda: ({"parameter|a": torch.zeros(2, dtype=torch.complex64)}, {}))
+    with pytest.raises(KeyError, match="complex64"):
+        saver.wait()
 
 
 def test_a_failure_in_the_background_is_told(tmp_path: Path, monkeypatch):

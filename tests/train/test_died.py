@@ -69,6 +69,21 @@ def test_a_certain_kill_takes_a_notch_at_once(folder: Path):
     assert kinds(folder) == ["start", "replan", "restart"]
 
 
+def test_a_plan_that_a_rank_has_left_silently_is_told(folder: Path):
+    """DeepSpeed's other ranks cannot be told, and only the first rank writes events: it leaves its plan alone."""
+    restarts = Restarts(folder)
+    for number, micro_batch in ((1, 2), (2, 2), (3, 1)):  # the second: two ranks that failed at the same time
+        (folder / f"plan.{number}.json").write_text(tiny.make_plan(micro_batch=micro_batch).to_json())
+        if number > 1:
+            death = diagnose(75, "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB", 0, 0, wants_restart=True)
+            assert death is not None
+            line = restarts.next(death, 75, 7)
+            assert f"; micro-batch {'4 -> 2' if number == 2 else '2 -> 1'}; it goes on from" in line
+    assert kinds(folder) == ["start", *["replan", "restart"] * 2]
+    assert [e["number"] for e in read_events(folder / "events.jsonl") if e["event"] == "replan"] == [2, 3]
+    assert "nothing" not in str(read_events(folder / "events.jsonl"))
+
+
 def test_a_lost_connection_changes_nothing(folder: Path):
     death = diagnose(-6, "RuntimeError: Connection reset by peer", 0, 0)
     assert death is not None and "it goes on from the beginning" in Restarts(folder).next(death, -6, 7)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from fitune import recipe as recipes
 from fitune.errors import UserError
-from fitune.train import rehearsal, run
+from fitune.train import checkpoint, rehearsal, run
+from fitune.train.moved import _same_job
 from fitune.train.run_folder import RunFolder
+from tests import tiny
 from tests.train.tiny_run import checkpoint_bytes, of_kind, questions, result_bytes, write_rows
 
 STEPS = 6
@@ -119,6 +121,17 @@ def test_resumed_on_another_device(values, tmp_path: Path):
     assert "moved to another device after step" in (RunFolder(out).info().recovered or "")
 
 
+@pytest.mark.parametrize(
+    ("asked", "planned", "kept"),
+    [("auto", "bf16", ("lora", "auto")), ("fp32", "fp32", ("lora", "fp32")), ("auto", "nf4", ("qlora", "nf4"))],
+)
+def test_the_same_job_on_another_device(asked: str, planned: str, kept: tuple[str, str]):
+    """A base format that was asked for stays, as a quantised one does."""
+    recipe = recipes.build(dict(data="demo", base_format=asked))
+    same = _same_job(recipe, tiny.make_plan(base_format=planned))
+    assert (same.method, same.base_format) == kept
+
+
 def test_a_sample_that_does_not_fit_is_left_out(values, tmp_path: Path, monkeypatch):
     def too_large(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -144,5 +157,5 @@ def test_the_best_checkpoint_stays(values, tmp_path: Path):
     out = train(values | dict(lr=0.5, steps=12, eval_every=1, save_every=6, keep_checkpoints=1), tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in of_kind(out, "eval") if e["step"] and e["eval_loss"] is not None}
     best = min(losses, key=lambda step: losses[step])
-    assert json.loads((out / "checkpoints" / "best.json").read_text()) == {"step": best, "eval_loss": losses[best]}
+    assert checkpoint.best(out / "checkpoints") == (best, losses[best])
     assert {p.name for p in (out / "checkpoints").glob("step-*")} == {f"step-{s:08d}" for s in {best, 12}}

@@ -13,11 +13,14 @@ from fitune import recipe as recipes
 from fitune.engine.driver import Driver
 from fitune.engine.engine import Engine
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, UserError
+from fitune.parallel.world import Single
 from fitune.planner.notch import next_notch
 from fitune.train import recover, run
-from fitune.train.loop import Run
+from fitune.train.loop import Run, _run
 from fitune.train.oom import MemoryFailure
 from fitune.train.recover import located
+from fitune.train.session import plan_session
+from fitune.train.supervise import EXIT_RESTART
 from tests import tiny
 from tests.train.test_loop import assert_close, losses, weights
 from tests.train.tiny_run import of_kind
@@ -138,6 +141,42 @@ def test_a_lost_connection_of_a_single_process_is_no_peer(job, monkeypatch):
         job("other")
 
 
+class GoneAfter(Single):
+    """Two ranks, the other one of which is gone after the second step: the first then tells it how long a step took."""
+
+    size, left = 2, 3
+
+    def share(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError(self.words)
+        return value
+
+    words = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] writev [10.0.0.2]:4211: Broken pipe"
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_peer_that_is_gone_between_two_steps(supervised: bool, base: Path, data: Path, tmp_path: Path, monkeypatch):
+    """Not in a step, which would be tried again: what saves, or tells the ranks of a stop, waits for others too. A
+    supervisor is asked for new processes (no `end`: it would take the run for over); without one the run says how to
+    go on."""
+    values = dict(model=str(base), data=str(data), seq_len=128, batch=4, steps=STEPS, lora_r=4, eval_share=0,
+                  save_every=1, precision="fp32", devices="cpu", out=str(tmp_path / "run"))  # fmt: skip
+    monkeypatch.setattr("fitune.train.ranks.plan_for", lambda session, group: plan_session(session))
+    monkeypatch.setattr("fitune.parallel.setup.open_host_together", lambda *arguments: None)
+    monkeypatch.setattr("fitune.parallel.setup.finish_host_together", lambda *arguments: None)
+    monkeypatch.setattr("fitune.parallel.setup.make_engine", lambda built, plan, group: Engine(built, plan))
+    with pytest.raises(UserError) as caught:
+        _run(recipes.build(values), GoneAfter(), None, lambda event: None, supervised)
+    assert caught.value.what == "another process of this run has ended, or hangs"
+    assert caught.value.why == GoneAfter.words
+    assert caught.value.exit_code == (EXIT_RESTART if supervised else EXIT_FAILED)
+    ends = of_kind(tmp_path / "run", "end")
+    assert ends == [] if supervised else ends[0]["status"] == "failed"
+    assert 1 <= len(of_kind(tmp_path / "run", "step")) < STEPS
+    assert ("the last checkpoint is at step" in caught.value.fix) is not supervised
+
+
 def test_ranks_agree_before_they_change(job, monkeypatch):
     """A rank that has not failed drops the same step before its update when another one tells that it did."""
     plain = job("plain", micro_batch=4)
@@ -195,6 +234,29 @@ def test_notches_of_a_gpu():
     assert next_notch(plan, where="host")[0].stream_from == "disk"
     full = dict(method="full", micro_batch=1, recompute_layers=4, loss_chunk=64, device="cuda", offload_inputs=True)
     assert next_notch(tiny.make_plan(**full)) is None, "what trains is not streamed"
+
+
+@pytest.mark.parametrize(
+    ("way", "stream_from", "begins"),
+    [
+        ("ddp", "none", ["inputs of", "frozen layers", "frozen layers", "the output head"]),
+        ("cp", "none", ["inputs of", "frozen layers", "frozen layers", "the output head"]),
+        ("fsdp2", "shards", ["inputs of", "the output head"]),
+        ("tp", "none", ["inputs of"]),
+        ("pp", "none", []),
+        ("zero2", "none", []),
+        ("zero3", "none", []),
+    ],
+)
+def test_notches_that_a_way_of_sharing_can_have(way: str, stream_from: str, begins: list[str]):
+    """tp, pp and DeepSpeed refuse weights that stream, when the model has been loaded again."""
+    plan = tiny.make_plan(micro_batch=1, recompute_layers=4, loss_chunk=64, device="cuda", parallel=way, world_size=2,
+                          stream_from=stream_from, resident_layers=0 if stream_from == "shards" else None)  # fmt: skip
+    seen = []
+    while (found := next_notch(plan)) is not None:
+        plan, change = found
+        seen.append(change)
+    assert len(seen) == len(begins) and all(s.startswith(b) for s, b in zip(seen, begins, strict=True))
 
 
 def test_a_bare_driver_error_while_the_card_is_free_is_about_pinned_memory(monkeypatch):

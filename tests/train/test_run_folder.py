@@ -56,10 +56,37 @@ def test_a_folder_with_other_files_is_used_unless_they_would_be_overwritten(tmp_
     RunFolder.create(tmp_path, "smollm2", "r", "{}")
     other = tmp_path / "other"
     (other / "adapter").mkdir(parents=True)
-    with pytest.raises(UserError) as caught:
-        RunFolder.create(other, "smollm2", "r", "{}")
-    assert caught.value.what == f"cannot create a run in {other}" and "adapter is already there" in caught.value.why
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "plan.1.json").write_text("{}")  # of a run that is gone: it would be in force
+    for folder, name in ((other, "adapter"), (tmp_path / "third", "plan.1.json")):
+        with pytest.raises(UserError) as caught:
+            RunFolder.create(folder, "smollm2", "r", "{}")
+        assert caught.value.what == f"cannot create a run in {folder}"
+        assert f"{name} is already there" in caught.value.why
     assert os.listdir(other) == ["adapter"]
+
+
+def test_a_run_that_has_not_begun_is_discarded(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "smollm2", "r", "{}", deepspeed_json="{}")
+    assert run.deepspeed_path.read_text() == "{}"
+    EventLog(run.events_path).close()
+    run.discard()
+    assert not run.path.exists()
+    (tmp_path / "data.jsonl").write_text("{}")
+    RunFolder.create(tmp_path, "smollm2", "r", "{}").discard()
+    assert os.listdir(tmp_path) == ["data.jsonl"]
+
+
+def test_the_last_plan_is_in_force(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "smollm2", "r", make_plan().to_json())
+    numbers = [run.store_plan(make_plan(micro_batch=1 + i)) for i in range(10)]
+    (run.path / "plan.note.json").write_text("{}")
+    assert numbers == list(range(1, 11)) and run.current_plan_path.name == "plan.10.json"
+    (run.path / "plan.3.json").unlink()
+    assert run.store_plan(make_plan()) == 11
+    assert not run.deepspeed_path.exists()
+    run.store_plan(make_plan(parallel="zero2", world_size=2))
+    assert json.loads(run.deepspeed_path.read_text())["zero_optimization"]["stage"] == 2
 
 
 def test_what_stands_in_the_way_of_a_run_is_explained(tmp_path: Path) -> None:

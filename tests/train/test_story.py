@@ -29,6 +29,8 @@ def test_nothing_happened():
          "micro-batch 4 -> 2"),
         ([REPLAN | {"phase": "resume", "where": "moved", "change": "H200 -> CPU: precision bf16 -> fp32"}],
          "moved to another device after step 2 (H200 -> CPU: precision bf16 -> fp32)"),
+        ([REPLAN | {"phase": "resume", "where": "layout", "change": "ddp -> fsdp2: the same settings"}],
+         "shared the work another way after step 2 (ddp -> fsdp2: the same settings)"),
     ],
 )  # fmt: skip
 def test_one_line(events: list[dict], said: str):

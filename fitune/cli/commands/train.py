@@ -42,7 +42,7 @@ def command(
     link = supervision.link()
     if started is not None and worlds.from_environment() is None and supervision.is_possible():
         if supervise and link is None:
-            return _supervised(started, as_json)
+            return _supervised(started, as_json, resumes=resume is not None)
         size = launch.wanted(model, resume, given(settings))
         if size > 1:
             return launch.run([*_program(started), *started], size, link)
@@ -69,14 +69,16 @@ def command(
     return int(result["exit_code"])
 
 
-def _supervised(started: list[str], as_json: bool) -> int:
-    """This very command again in a process of its own, and after it died one that resumes the run."""
+def _supervised(started: list[str], as_json: bool, *, resumes: bool) -> int:
+    """This very command again in a process of its own, and after it died one that resumes the run (`resumes`: as the
+    command itself does, with what it says of where the run goes on)."""
     from fitune.train.supervise import Supervisor
 
     program = _program(started)
 
     def again(folder: Path) -> list[str]:
-        return [*program, "train", "--resume", str(folder), *(["--json"] if as_json else [])]
+        more = started if resumes else ["train", "--resume", str(folder), *(["--json"] if as_json else [])]
+        return [*program, *more]
 
     def tell(text: str) -> None:
         with contextlib.suppress(OSError):

@@ -19,7 +19,8 @@ class Technique:
         key: its name in JSON and in links.
         saves: what it takes off, in words; `formula` in symbols (see `SYMBOLS`), the same in both languages.
         exact: one of `EXACT`.
-        setting: how it is asked for in fitune; empty where fitune has it not. `is_auto`: a plan takes it by itself.
+        setting: how it is asked for in fitune; empty where it cannot be. `is_auto`: a plan takes it by itself (with the
+            usual effort).
         source: authors and year, and the address.
     """
 

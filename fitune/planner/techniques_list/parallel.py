@@ -30,7 +30,7 @@ TECHNIQUES = (
          "每步之后收集新权重：通信量不多于 DDP。"),
         ("In full fine-tuning on several cards. With LoRA there is little to share out.",
          "多卡全参数微调。LoRA 时可分的很少。"),
-        "exact", "", False,
+        "exact", "--parallel zero1", False,
         ZERO_PAPER,
     ),
     Technique(
@@ -42,7 +42,7 @@ TECHNIQUES = (
         ("As stage 1; with accumulation gradients are reduced once per micro-batch.",
          "同第 1 阶段；累积时每个微批都要归约梯度。"),
         ("In full fine-tuning on several cards.", "多卡全参数微调。"),
-        "exact", "", False,
+        "exact", "--parallel zero2", False,
         ZERO_PAPER,
     ),
     Technique(
@@ -54,7 +54,7 @@ TECHNIQUES = (
         ("Half as much traffic again as DDP; slow without NVLink at small batches.",
          "通信量比 DDP 多一半；无 NVLink 且批量小时较慢。"),
         ("When one card cannot hold the model.", "单卡放不下模型时。"),
-        "exact", "", False,
+        "exact", "--parallel zero3", False,
         ZERO_PAPER,
     ),
     Technique(
@@ -66,7 +66,7 @@ TECHNIQUES = (
         "(base + 16 T) (1 - 1/n)",
         ("As ZeRO stage 3.", "同 ZeRO 第 3 阶段。"),
         ("When one card cannot hold the model.", "单卡放不下模型时。"),
-        "exact", "--parallel fsdp2", False,
+        "exact", "--parallel fsdp2", True,
         ("Zhao et al. 2023, PyTorch FSDP", "https://arxiv.org/abs/2304.11277"),
     ),
     Technique(
@@ -78,7 +78,7 @@ TECHNIQUES = (
         ("Four exchanges per layer and step: only with NVLink.", "每层每步四次交换：只适合 NVLink。"),
         ("For layers too large for one card, within one machine.",
          "单层大到一卡放不下、且在同一机器内时。"),
-        "exact", "", False,
+        "exact", "--parallel tp", False,
         ("Shoeybi et al. 2019, Megatron-LM", "https://arxiv.org/abs/1909.08053"),
     ),
     Technique(
@@ -92,5 +92,17 @@ TECHNIQUES = (
         ("Over slow links, with many micro-batches.", "链路慢、微批多时。"),
         "exact", "--parallel pp", False,
         ("Huang et al. 2018, GPipe", "https://arxiv.org/abs/1811.06965"),
+    ),
+    Technique(
+        "context_parallel", ("context parallel", "上下文并行"),
+        ("Each GPU works on a slice of each row's tokens; around attention tokens and heads change places.",
+         "每块 GPU 处理每行 token 的一段；在注意力前后，token 与注意力头互换分布。"),
+        ("Activations and logits, by the number of GPUs.", "激活值和 logits 按 GPU 数量均分。"),
+        "K A (1 - 1/n)",
+        ("Exchanges around attention in every layer, forward and backward: for fast links.",
+         "每层注意力前后都要交换，前向反向均如此：适合快速链路。"),
+        ("For rows too long for one card, down to one row per step.", "单行长到一卡放不下时，每步一行也可。"),
+        "exact", "--parallel cp", False,
+        ("Jacobs et al. 2023, DeepSpeed Ulysses", "https://arxiv.org/abs/2309.14509"),
     ),
 )  # fmt: skip

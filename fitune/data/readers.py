@@ -425,7 +425,7 @@ def _read_parquet(path: Path) -> Table:
         raise UserError(f"cannot read {path.name}", "pyarrow is not installed", "pip install pyarrow") from None
     try:
         rows = pq.ParquetFile(path).read().to_pylist()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).split("\n", 1)[0]
         raise UserError(
             f"cannot read {path.name}",

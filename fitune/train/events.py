@@ -29,7 +29,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "phase": ("phase", "peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes"),
     "step": (
         "step", "loss", "tokens", "targets", "lr", "grad_norm", "step_s", "tokens_per_s", "peak_allocated_bytes",
-        "loss_scale", "skipped_rows",
+        "loss_scale", "skipped_rows", "link_bytes", "link_bytes_per_s", "link_wait_share",
     ),
     "eval": ("step", "eval_loss", "by_language", "seconds"),
     "sample": ("when", "language", "prompt", "answer"),

@@ -366,8 +366,12 @@ def _modified(path: Path) -> str:
         return ""
 
 
-def _local_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+def _local_time(seconds: float) -> str | None:
+    """ISO 8601 with the offset of local time; None for a number that is no time."""
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+    except (OverflowError, ValueError, OSError):
+        return None
 
 
 def _text(value: Any) -> str | None:

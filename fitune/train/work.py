@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from fitune.data.records import Record
     from fitune.engine.engine import Engine
+    from fitune.engine.link import LinkStats
     from fitune.train.loop import Run
 
 CHECKPOINTS_PER_RUN = 10
@@ -295,7 +296,9 @@ def _step(active: Run, engine: Engine, meter: Meter, first: bool, looking: watch
     active.step += 1
     active.loss = result.loss
     peaks = meter.peaks()
-    scale = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
+    known = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
+    if result.link is not None:
+        known |= _link(result.link, seconds)
     active.emit(
         "step",
         step=active.step,
@@ -307,12 +310,18 @@ def _step(active: Run, engine: Engine, meter: Meter, first: bool, looking: watch
         step_s=seconds,
         tokens_per_s=result.num_tokens / seconds,
         peak_allocated_bytes=peaks["peak_allocated_bytes"],
-        **scale,
+        **known,
     )
     if first or meter.is_higher("step", peaks):
         active.emit("phase", phase="first_step" if first else "step", **peaks)
     _look(active, engine, records, peaks, looking)
     return True
+
+
+def _link(link: LinkStats, step_s: float) -> dict[str, Any]:
+    """What a step streamed: bytes of weights to the device, how fast they came, the share of its time spent waiting."""
+    return {"link_bytes": link.bytes_moved, "link_bytes_per_s": link.link_bytes_per_s,
+            "link_wait_share": link.wait_share(step_s)}  # fmt: skip
 
 
 def _look(active: Run, engine: Engine, records: Sequence[Record], peaks: dict[str, Any], looking: watch.Watch) -> None:

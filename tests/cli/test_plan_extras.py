@@ -63,7 +63,7 @@ def test_explain_says_what_each_saves(result):
         size = render_techniques.size_text(effect)
         if effect["used"] and size:
             assert re.search(rf"{re.escape(effect['name'])} +{re.escape(size)}", text), effect["name"]
-    assert re.search(r"ZeRO stage 2 \(2 GPUs\) .*--parallel zero2", text) and "ZeRO stage 3" not in text
+    assert re.search(r"ZeRO stage 2 \(on 2 GPUs\) .*--parallel zero2", text) and "ZeRO stage 3" not in text
     assert "by itself, where it helps" in text and "docs/techniques/" in text
 
 

@@ -207,3 +207,14 @@ def test_modelscope_needs_its_package():
     with pytest.raises(UserError) as error:
         read("owner/name", hub="modelscope")
     assert error.value.fix == "pip install modelscope"
+
+
+def test_parquet_with_text_that_is_no_utf8(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    raw = pa.array([b"caf\xe5", b"whole"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())  # not checked
+    pq.write_table(pa.table({"text": text}), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match="not a whole Parquet file"):
+        read(str(tmp_path / "bad.parquet"))

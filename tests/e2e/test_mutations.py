@@ -198,6 +198,7 @@ def test_damaged_files(kind: str, tmp_path: Path, base: Path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", FILES)
 def test_many_damaged_files(kind: str, tmp_path: Path, base: Path):
     assert sum(survey(kind, tmp_path, base, 3000, first_seed=1000)) == 3000

@@ -95,6 +95,14 @@ def test_one_trace_serves_every_number_of_streamed_layers():
     assert weights[1] - weights[0] == pytest.approx(frozen, abs=20 * 512)
 
 
+def test_a_step_is_placed_once():
+    """Its sums are kept with it: a search asks for the same place again and again."""
+    script = script_of("llama", "bf16", False)
+    placement = Placement((2, 3, 4, 5), 2, 1)
+    assert script.placed(placement) is script.placed(Placement((2, 3, 4, 5), 2, 1))
+    assert script.placed(Placement((3, 4, 5), 2, 1)).terms(*SHAPE) != script.placed(placement).terms(*SHAPE)
+
+
 def test_placement_of_a_plan():
     config = tiny.config_of("llama", num_hidden_layers=LAYERS)
     plan = cuda_plan(config, **STREAM, **TOGETHER)

@@ -6,6 +6,7 @@ import pytest
 
 from fitune.catalog import gpus
 from fitune.planner import make_plan
+from fitune.planner.context import PlanContext
 from tests.planner.case import GIB, MIB, DataFacts, card, card_for, config, machine, peak, plan, recipe
 
 
@@ -193,3 +194,17 @@ def test_sgd_is_offered_last_and_nothing_where_state_is_not_the_cause():
     entries = make_plan(recipe(**on_cpu), machine(), config=config()).nearest_fits
     found = [e["setting"]["optimizer"] for e in entries if "optimizer" in e["setting"]]
     assert found and not found[0].startswith("paged_")
+
+
+def test_what_is_offered_is_found_without_a_trace_of_places(monkeypatch):
+    """The plan that needs least streams; that its optimizer's state is not the cause is known without another trace."""
+    asked = []
+
+    def tracer(self, wanted, real=PlanContext.tracer):
+        asked.append(wanted)
+        return real(self, wanted)
+
+    monkeypatch.setattr(PlanContext, "tracer", tracer)
+    result = plan(on=machine(card_for(20 * MIB), ram_bytes=32 * GIB), method="qlora")
+    assert not result.fits and result.plan.stream_from == "pinned" and asked
+    assert {(one.stream_from, one.offload_inputs) for one in asked} == {("none", False)}

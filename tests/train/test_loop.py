@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -85,6 +86,23 @@ def test_recomputation_and_chunks_change_nothing(train):
     saving = train("saving", recompute="all", loss_chunk=7, **common)
     assert losses(plain) == pytest.approx(losses(saving), rel=1e-6)
     assert_close(weights(plain), weights(saving))
+
+
+def test_a_step_tells_what_it_streamed(train, monkeypatch):
+    """Nothing is told where they do not stream."""
+    from fitune.train import session
+
+    def streamed(*args: Any, real: Any = session.plan_session, **how: Any) -> Any:
+        result = real(*args, **how)
+        return dataclasses.replace(result, plan=result.plan.with_(stream_from="pageable", resident_layers=0))
+
+    plain = train("plain", recompute="all")
+    monkeypatch.setattr(session, "plan_session", streamed)
+    folder = train("streamed", recompute="all")
+    assert losses(folder) == losses(plain)
+    assert not any("link_bytes" in event for event in of_kind(plain, "step"))
+    for event in of_kind(folder, "step"):
+        assert event["link_bytes"] > 0 and event["link_bytes_per_s"] > 0 and 0 <= event["link_wait_share"] <= 1
 
 
 def test_evaluation_equals_the_loss_by_hand(train, base: Path, tmp_path: Path):

@@ -214,3 +214,10 @@ def test_the_newest_run_comes_first(tmp_path: Path) -> None:
         run = make_run(tmp_path / name, begin=False)
         run.events_path.write_text(json.dumps({"event": "start", "time": began}) + "\n")
     assert [info.name for info in list_runs(tmp_path)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("time", [1e40, 179605903796059039, -1e18])
+def test_a_start_that_is_no_time_is_left_out(tmp_path: Path, time: float) -> None:
+    run = make_run(tmp_path / "run").path
+    (run / "events.jsonl").write_text(json.dumps({"event": "start", "time": time, "step": 0}) + "\n", encoding="utf-8")
+    assert RunFolder(run).info().started is None

@@ -189,13 +189,15 @@ class Search:
             option = self._fit(rows, tokens, limit_bytes)
             if option is not None:
                 options.append(option)
-                if not self._could_keep_more(option, limit_bytes):
+                if option.recompute_layers == (self.recompute or 0) or not self._may_gain(option, limit_bytes):
                     break  # a smaller chunk cannot make it cheaper
         return min(options, key=lambda c: c.cost, default=None)
 
-    def _could_keep_more(self, fits: Candidate, limit_bytes: int) -> bool:
-        """Whether fewer layers could be recomputed with the smallest chunk of the loss, at most: to find out exactly
-        may take a trace."""
+    def _may_gain(self, fits: Candidate, limit_bytes: int) -> bool:
+        """Whether the smallest chunk of the loss may be faster by itself, or let fewer layers be recomputed: to find
+        that out exactly may take a trace."""
+        if self.seconds_of(fits.plan.with_(loss_chunk=SMALLEST_CHUNK)) < fits.cost:
+            return True
         least = limit_bytes + self.chunk_token_bytes * max(0, fits.loss_chunk - SMALLEST_CHUNK)
         needs = self._needs(fits.micro_batch, fits.loss_chunk)
         return any(need <= least for layers, need in needs.items() if layers < fits.recompute_layers)

@@ -361,7 +361,7 @@ def _nearest(run: str, root: Path) -> str:
 
 def _modified(path: Path) -> str:
     try:
-        return _local_time(path.stat().st_mtime)
+        return _local_time(path.stat().st_mtime) or ""
     except OSError:
         return ""
 

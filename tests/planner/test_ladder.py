@@ -161,7 +161,7 @@ def test_a_smaller_chunk_is_not_traced_where_it_cannot_help(terms_of):
         asked.add(shape)
         return terms_of(*shape)
 
-    needs = search(terms_of)._needs(1, 256)
+    needs = search(terms_of, num_rows=1)._needs(1, 256)
     limit = min(needs.values())
     (found,) = search(counted, num_rows=1, chunk_token_bytes=1).fitting(limit)
     assert needs[found.recompute_layers] == limit and asked == {(1, 256, 256)}
@@ -210,3 +210,16 @@ def test_the_fastest_and_of_those_as_fast_the_lowest_rung(terms_of):
     assert ordered([far, fast]) == [fast, far], "more than 5 % slower is too slow"
     assert ordered([candidate(made, 1.0, base_format="nf4"), candidate(made, 1.04, **streamed)])[0].cost == 1.04
     assert ordered([]) == []
+
+
+def test_a_smaller_chunk_that_is_faster_by_itself_is_taken(terms_of):
+    """Products of few tokens may fill their tiles better than those of more."""
+
+    def seconds(plan):
+        return seconds_of(plan) - (plan.loss_chunk == SMALLEST_CHUNK)
+
+    needs = search(terms_of, num_rows=1)._needs(1, 256)
+    limit = min(needs.values())
+    fewest = next(layers for layers, need in needs.items() if need <= limit)
+    (found,) = search(terms_of, num_rows=1, seconds_of=seconds, chunk_token_bytes=1).fitting(limit)
+    assert found.loss_chunk == (SMALLEST_CHUNK if fewest else 256), "with nothing recomputed it is not looked for"

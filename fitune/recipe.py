@@ -201,8 +201,8 @@ class Recipe(BaseModel):
                 raise ValueError(f"{name} is DeepSpeed's; use parallel {' or '.join(ways)} with it")
 
     def with_(self, **changes: Any) -> Recipe:
-        """A changed copy, validated again."""
-        return build(self.model_dump() | changes)
+        """A changed copy, validated again. What was left at its default is not taken for the person's wish."""
+        return build(self.model_dump(exclude_unset=True) | changes)
 
     def num_steps(self, num_records: int) -> int:
         """Optimizer steps of a whole run over so many records. An epoch's last step may have fewer of them; a step that

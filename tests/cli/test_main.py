@@ -71,7 +71,7 @@ def test_help_line_is_the_commands_own(name: str):
             ["plan", "smollm2", "--batch", "many"],
             "error: cannot use batch = 'many' in the command line\n"
             "  why: Input should be a valid integer, unable to parse string as an integer\n"
-            "  fix: Records per optimizer step over all GPUs; never changed by the planner.\n",
+            "  fix: give another value: Records per optimizer step over all GPUs; never changed by the planner.\n",
         ),
         (
             ["plan", "smollm2", "--precision", "bf17"],

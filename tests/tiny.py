@@ -70,6 +70,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+SIZES = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""Of a model with files; `TOKENS` beside them where it has special tokens."""
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 REQUIRED = (
     "llama",
     "mistral",

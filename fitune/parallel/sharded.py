@@ -26,7 +26,7 @@ from fitune.model.build import Built
 from fitune.model.host import HostBuffer
 from fitune.model.streamed import Layout, Piece, StreamedLayers
 from fitune.parallel.exchange import all_gather
-from fitune.parallel.world import Single
+from fitune.parallel.world import FLAT_OPTIMIZERS, Single
 from fitune.plan import Plan
 
 _PART_ALIGNMENT = 16  # bytes: no element of any type straddles two ranks' parts
@@ -171,7 +171,7 @@ def open_shards(built: Built, plan: Plan, group: Single) -> None:
     Raises:
         UserError: an optimizer whose state cannot be cut into flat parts.
     """
-    if plan.optimizer not in ("adamw", "sgd", "lion"):
+    if plan.optimizer not in FLAT_OPTIMIZERS:
         raise UserError(
             f"optimizer {plan.optimizer} cannot be used with --parallel fsdp2",
             "its state belongs to whole matrices or blocks, and each GPU holds a part that ends anywhere",

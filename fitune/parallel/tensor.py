@@ -31,7 +31,7 @@ from fitune.model.formats import BLOCK_4BIT, DENSE
 from fitune.model.linear import BaseLinear
 from fitune.parallel.tensor_cut import Cut, check_blocks, shares, take_packed
 from fitune.parallel.tensor_exchange import Enter, Exchanges, Leave, VocabularyLoss
-from fitune.parallel.world import Single
+from fitune.parallel.world import FLAT_OPTIMIZERS, Single
 from fitune.plan import Adapter, Plan
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -41,8 +41,6 @@ _COUNTS_SOURCE = ("num_heads", "num_attention_heads", "num_key_value_heads")  # 
 # in both.
 _MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"), (("c_fc",), "c_proj"))
 _HALVES = "gate_up_proj"
-OPTIMIZERS = ("adamw", "sgd", "lion")
-"""Those that treat each element alone, so that a part's update is the whole's."""
 
 
 class Split:
@@ -337,7 +335,7 @@ def open_split(built: Built, plan: Plan, group: Single) -> None:
     """
     if plan.stream_from != "none" or plan.head_place != "device" or plan.embedding_place != "device":
         raise _refused("the plan keeps weights in host memory", "use --parallel streamed or fsdp2")
-    if plan.optimizer not in OPTIMIZERS:
+    if plan.optimizer not in FLAT_OPTIMIZERS:
         raise _refused(f"the state of optimizer {plan.optimizer} belongs to whole matrices or blocks of them",
                        "use --optimizer adamw, lion or sgd")  # fmt: skip
     if plan.adapter is not None and plan.adapter.dora:

@@ -19,6 +19,8 @@ SAME_RECORDS = ("tp", "pp", "cp")
 """Ways of working together in which every rank sees all records of a step."""
 SAME_STATE = ("ddp", "streamed", "cp")
 """Ways in which every rank has the whole state of what is trained: to save it takes one of them."""
+FLAT_OPTIMIZERS = ("adamw", "lion", "sgd")
+"""Those that treat each element alone: their state can be cut anywhere, and a part's update is the whole's."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from fitune.errors import UserError
+from fitune.parallel.world import FLAT_OPTIMIZERS
 from fitune.parallel.zero_config import stage_of
 from fitune.plan import Plan
 from fitune.recipe import QUANTISED_FORMATS
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
-OPTIMIZERS = ("adamw", "lion", "sgd")  # whose state has an element for each of a parameter's
 
 
 def load_deepspeed(device: str) -> Any:
@@ -74,11 +74,11 @@ def check(plan: Plan) -> None:
     """
     stage, dense = stage_of(plan), plan.base_format not in QUANTISED_FORMATS
     name = f"--parallel {plan.parallel}"
-    if plan.optimizer not in OPTIMIZERS:
+    if plan.optimizer not in FLAT_OPTIMIZERS:
         raise UserError(
             f"optimizer {plan.optimizer} cannot be used with {name}",
             "its state belongs to whole matrices or blocks, and each GPU holds a part that ends anywhere",
-            f"use --optimizer {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}",
+            "use --optimizer adamw, lion or sgd",
         )
     if stage == 3 and plan.method == "lora" and not dense:
         raise UserError(

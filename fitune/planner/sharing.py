@@ -11,8 +11,9 @@ from fitune.memory import layouts as memory_layouts
 from fitune.memory.layouts import Ends
 from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import StepTerms
+from fitune.parallel.world import FLAT_OPTIMIZERS
 from fitune.plan import Plan, Reason
-from fitune.planner.ways import FLAT_OPTIMIZERS, PACKED, ZERO, Layout
+from fitune.planner.ways import PACKED, ZERO, Layout
 from fitune.recipe import Recipe
 from fitune.speed.together import is_cut_by_outputs
 

@@ -10,7 +10,6 @@ from fitune.parallel.world import SAME_RECORDS
 
 ZERO = ("zero1", "zero2", "zero3")
 ALL_RECORDS = ("none", *SAME_RECORDS)  # every rank works on all records of a step
-FLAT_OPTIMIZERS = ("adamw", "sgd", "lion")  # those whose state can be cut anywhere (fitune.parallel.sharded)
 PACKED = "DeepSpeed cannot shard packed weights"
 REPLAYED = ("none", "ddp", "streamed")  # a rank's step is that of one GPU, which is known event for event
 

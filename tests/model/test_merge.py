@@ -18,18 +18,9 @@ from fitune.model.checkpoint import open_folder, read_header
 from fitune.model.source import resolve
 from fitune.model.weights import tensor_names
 from fitune.plan import Adapter
+from tests import tiny
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = tiny.SIZES | tiny.TOKENS
 MODELS = {
     "llama": {},
     "qwen2": {},

@@ -12,15 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from fitune.errors import UserError
 from fitune.model import bundled
 from fitune.model.source import resolve
+from tests import tiny
 
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SMALL = tiny.SIZES
 
 
 def config_file(folder: Path, **values) -> Path:

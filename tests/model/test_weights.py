@@ -15,18 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fitune.errors import UserError
 from fitune.model import checkpoint, weights
 from fitune.model import source as sources
+from tests import tiny
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = tiny.SIZES | tiny.TOKENS | {"vocab_size": 96}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     "llama": {},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,10 @@ import torch
 from fitune.data.batches import step_batches
 from fitune.engine.engine import Engine
 from fitune.model.build import add_adapter, build, fill
+from fitune.parallel.group import Group
 from fitune.plan import Adapter, Plan
+from fitune.train import ranks
+from fitune.train.signals import StepGivenUp
 from tests import tiny
 
 STEPS = 10
@@ -82,3 +85,25 @@ def assert_same(ours: Any, theirs: Any, first: float = 1e-5, later: float = 1e-4
         # not each element: where a gradient is all rounding, AdamW's update is its sign
         difference = (weights[name] - tensor).norm() / tensor.norm()
         assert difference <= 1e-3, (name, float(difference))
+
+
+def step_given_up(engine: Engine, group: Group, plan: Plan, gives_up: Callable[[str, int], bool]) -> str:
+    """A step that a rank gives up where `gives_up` says so of (part, index), as `fitune.train` has it; how it ended
+    here: done, gave up or told."""
+    agree = ranks.Agreement(group)
+
+    def observe(part: str, index: int) -> None:
+        if gives_up(part, index):
+            raise StepGivenUp
+        if part == "optimizer" and agree(None) == ranks.given_up():
+            raise ranks.PeerGaveUp
+
+    try:
+        engine.step(batches_of(records(5), plan), step=0, lr=plan.lr, observe=observe)
+    except ranks.PeerGaveUp:
+        return "told"
+    except StepGivenUp:
+        engine.ranks.drain()
+        agree(ranks.given_up())
+        return "gave up"
+    return "done"

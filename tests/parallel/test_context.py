@@ -21,9 +21,8 @@ from fitune.parallel.launch import num_processes
 from fitune.parallel.shared import close_shared, open_shared
 from fitune.plan import Plan
 from fitune.train import ranks
-from fitune.train.signals import StepGivenUp
 from tests import tiny
-from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, train
+from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, step_given_up, train
 from tests.parallel.ranks import run_ranks
 from tests.parallel.runs import assert_same_run, losses
 from tests.parallel.runs import train as train_run
@@ -80,23 +79,7 @@ def test_rows_are_cut_after_targets_were_shifted():
 def given_up(group: Group, plan: Plan, failing: int, part: str, at: int) -> str:
     """A step that one rank gives up at a part of it, as `fitune.train` has it; how it ended here."""
     engine = ContextEngine(make_built(plan), plan, group)
-    agree = ranks.Agreement(group)
-
-    def observe(name: str, index: int) -> None:
-        if group.rank == failing and (name, index) == (part, at):
-            raise StepGivenUp
-        if name == "optimizer" and agree(None) == ranks.given_up():
-            raise ranks.PeerGaveUp
-
-    try:
-        engine.step(batches_of(records(5), plan), step=0, lr=plan.lr, observe=observe)
-    except ranks.PeerGaveUp:
-        return "told"
-    except StepGivenUp:
-        engine.ranks.drain()
-        agree(ranks.given_up())
-        return "gave up"
-    return "done"
+    return step_given_up(engine, group, plan, lambda name, index: group.rank == failing and (name, index) == (part, at))
 
 
 @pytest.mark.parametrize(("failing", "part", "at"), [(0, "embed", 0), (1, "forward", 2), (0, "tail", 0),

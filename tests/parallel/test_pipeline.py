@@ -16,10 +16,8 @@ from fitune.parallel.group import Group
 from fitune.parallel.pipeline import PipelineEngine, layers_of, open_stage
 from fitune.parallel.world import Single
 from fitune.plan import Plan
-from fitune.train import ranks
-from fitune.train.signals import StepGivenUp
 from tests import tiny
-from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, train
+from tests.parallel.jobs import assert_same, batches_of, make_built, on_one, plan_of, records, step_given_up, train
 from tests.parallel.ranks import run_ranks
 from tests.parallel.runs import assert_same_run, losses
 from tests.parallel.runs import train as train_run
@@ -81,22 +79,7 @@ def test_the_result_has_the_buffers_of_all_stages():
 def given_up(group: Group, plan: Plan, failing: int, part: str) -> str:
     """A step that one rank gives up at a part of it, as `fitune.train` has it; how it ended here."""
     engine = PipelineEngine(make_built(plan, before_fill=lambda built: open_stage(built, plan, group)), plan, group)
-    agree = ranks.Agreement(group)
-
-    def observe(at: str, index: int) -> None:
-        if group.rank == failing and at == part:
-            raise StepGivenUp
-        if at == "optimizer" and agree(None) == ranks.given_up():
-            raise ranks.PeerGaveUp
-
-    try:
-        engine.step(batches_of(records(5), plan), step=0, lr=plan.lr, observe=observe)
-    except ranks.PeerGaveUp:
-        return "told"
-    except StepGivenUp:
-        agree(ranks.given_up())
-        return "gave up"
-    return "done"
+    return step_given_up(engine, group, plan, lambda name, index: group.rank == failing and name == part)
 
 
 @pytest.mark.parametrize("part", ["forward", "tail", "backward"])

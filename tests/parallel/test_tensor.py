@@ -29,7 +29,7 @@ from fitune.plan import Plan
 from fitune.train import ranks
 from fitune.train.signals import StepGivenUp
 from tests import tiny
-from tests.parallel.jobs import assert_same, batches_of, plan_of, records, train
+from tests.parallel.jobs import assert_same, batches_of, plan_of, records, step_given_up, train
 from tests.parallel.ranks import run_ranks
 
 # Eight heads of 32; parts of 64 (a block of a 4-bit format) for two and four ranks; a vocabulary that nothing divides.
@@ -165,31 +165,15 @@ _PARTS = ("copy", "forward", "tail", "backward")
 def given_up(group: Group, plan: Plan) -> list[str]:
     """Steps that the second rank gives up at different parts, as `fitune.train` has it; how each ended here."""
     engine = TensorEngine(make_built(LLAMA, plan, group), plan, group)
-    agree = ranks.Agreement(group)
-    return [_one_step(engine, agree, part if group.rank == 1 else "", plan) for part in _PARTS]
+    return [_one_step(engine, group, part if group.rank == 1 else "", plan) for part in _PARTS]
 
 
-def _one_step(engine: Engine, agree: Any, failing: str, plan: Plan) -> str:
+def _one_step(engine: Engine, group: Group, failing: str, plan: Plan) -> str:
     copy = mock.patch("fitune.engine.engine.to_device", side_effect=StepGivenUp)  # before the first exchange
-
-    def observe(at: str, index: int) -> None:
-        if at == failing and index == 0:
-            raise StepGivenUp
-        if at == "optimizer" and agree(None) == ranks.given_up():
-            raise ranks.PeerGaveUp
-
-    try:
-        with copy if failing == "copy" else contextlib.nullcontext():
-            engine.step(batches_of(records(5), plan), step=0, lr=plan.lr, observe=observe)
-    except ranks.PeerGaveUp:
-        engine.abandon()
-        return "told"
-    except StepGivenUp:
-        engine.ranks.drain()
-        agree(ranks.given_up())
-        engine.abandon()
-        return "gave up"
-    return "done"
+    with copy if failing == "copy" else contextlib.nullcontext():
+        ended = step_given_up(engine, group, plan, lambda at, index: at == failing and index == 0)
+    engine.abandon()
+    return ended
 
 
 def test_a_rank_gives_a_step_up_and_nobody_waits_for_it():

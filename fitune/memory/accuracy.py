@@ -12,7 +12,7 @@ from fitune.units import format_bytes
 CARD_ERROR = (-0.01, 0.03)
 """Measured over predicted of what the driver counts, less 1: from and to (NVIDIA H200, torch 2.11, transformers 5.17,
 expandable segments). The 17 runs of `benchmarks/results/h200-2026-11-30.json`, predicted again, lie between -0.4 and
-+0.7 % and, of two that quantise seeded weights under a cap, at +2.5 %; the 67 without a cap of
++0.7 % and, of two that quantise seeded weights under a cap, at +2.5 %; the 128 without a cap of
 `h200-matrix-2026-11-30.json`, as they were predicted before they ran, in steps and evaluations between -0.8 and
 +1.9 %. `tests/memory/test_accuracy.py` holds every version to this."""
 RAM_ERROR = (-0.10, 0.20)

@@ -9,8 +9,9 @@ Each rank is a process that calls `fitune.train.session.load_model`, as a run do
 no disk is used). Measured is the sum over ranks of PSS (shared pages divided by who maps them) above what it was before
 the loading, every 20 ms, from outside. The device is the CPU, so that what would be on the GPUs is in it (dense weights
 stay in the file there, mapped, and are not). `extra_bytes` is the peak above what stays in the end; `host_ratio` is
-that and all that stays and is on no device, as a share of one copy of the stored format: at most 1.15 is wanted. Linux
-only.
+that and all that stays and is on no device, as a share of one copy of the stored format: at most 1.15 is wanted.
+Pages of libraries are in it: where other programs with the same libraries end meanwhile, the figures come out too high,
+never too low. Linux only.
 """
 
 from __future__ import annotations

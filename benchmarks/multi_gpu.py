@@ -3,13 +3,13 @@
     python benchmarks/multi_gpu.py predict --gpu h200            # no GPU needed: plans and traces into POINTS
     python benchmarks/multi_gpu.py run --gpus 2                  # every case that is not in the output yet
     python benchmarks/multi_gpu.py run --only 8b-bf16-ddp,links  # these
-    python benchmarks/multi_gpu.py list
+    python benchmarks/multi_gpu.py --list                        # every case and what it is for
 
-Weights are random (seeded, made on the GPUs): right for memory and speed, not for loss; the cases `oom` and
-`checkpoint` train the bundled model on the bundled data. Each case starts its own processes, one for each GPU. A record
-has the fields of `gpu_records.py`, and besides: peaks per rank, host memory (PSS) of all ranks, link speeds, and the
-ratio to the case on one GPU with the same tokens per GPU. On the CPU (`--gpus 2 --cpu`) the same cases run with tiny
-shapes, to see that the script works.
+The cases are in `multi_gpu_cases.py`. Weights are random (seeded, made on the GPUs): right for memory and speed, not
+for loss; the cases `oom` and `checkpoint` train the bundled model on the bundled data. Each case starts its own
+processes, one for each GPU. A record has the fields of `gpu_records.py`, and besides: peaks per rank, host memory (PSS)
+of all ranks, link speeds, and the ratio to the case on one GPU with the same tokens per GPU. On the CPU (`--gpus 2
+--cpu`) the same cases run with tiny shapes, to see that the script works.
 """
 
 from __future__ import annotations
@@ -28,52 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import bench
+import multi_gpu_cases
 import numpy as np
-from bench import GIB, LLAMA_8B
+from bench import GIB
+from multi_gpu_cases import CASES
 
 FOLDER = Path(__file__).resolve().parent / "results" / "multi_gpu"
-_8B = dict(model=LLAMA_8B, seq_len=2048, recompute="all", micro_batch=4)
-_70B = dict(model="random:meta-llama/Llama-3.1-70B", method="qlora", seq_len=2048, recompute="all")
-LEAN = dict(stream_from="pinned", resident_layers=0, ring_buffers=2, head_place="host", embedding_place="host",
-            offload_inputs=True, loss_chunk=1024)  # fmt: skip
-SHARDS = dict(stream_from="shards", resident_layers=0, ring_buffers=2, embedding_place="host")
-
-
-def _case(ranks: int, way: str, recipe: dict[str, Any], batch: int, against: str = "", cap_gib: float | None = None,
-          **changes: Any) -> dict[str, Any]:  # fmt: skip
-    """`batch` is each rank's share of a step's records; `changes` are the plan's."""
-    return dict(ranks=ranks, way=way, recipe=recipe, batch=batch, against=against, cap_gib=cap_gib, changes=changes)
-
-
-# `ranks` 0 means all GPUs. 8,192 tokens per GPU and step where it is not said otherwise.
-CASES: dict[str, dict[str, Any]] = {
-    "8b-bf16-one": _case(1, "none", _8B | dict(method="lora"), 4),
-    "8b-bf16-ddp": _case(0, "ddp", _8B | dict(method="lora"), 4, "8b-bf16-one"),
-    "8b-nf4-one": _case(1, "none", _8B | dict(method="qlora"), 4),
-    "8b-nf4-ddp": _case(0, "ddp", _8B | dict(method="qlora"), 4, "8b-nf4-one"),
-    "8b-bf16-streamed-one": _case(1, "none", _8B | dict(method="lora"), 4, **LEAN),
-    "8b-bf16-streamed": _case(0, "streamed", _8B | dict(method="lora"), 4, "8b-bf16-streamed-one", **LEAN),
-    "8b-nf4-streamed-one": _case(1, "none", _8B | dict(method="qlora"), 4, **LEAN),
-    "8b-nf4-streamed": _case(0, "streamed", _8B | dict(method="qlora"), 4, "8b-nf4-streamed-one", **LEAN),
-    "8b-full-fsdp2": _case(
-        0, "fsdp2", _8B | dict(method="full"), 4, **SHARDS | dict(embedding_place="device", loss_chunk=256)
-    ),
-    "8b-bf16-tp": _case(0, "tp", _8B | dict(method="lora"), 4, "8b-bf16-one", embedding_place="device"),
-    "8b-nf4-tp": _case(0, "tp", _8B | dict(method="qlora"), 4, "8b-nf4-one", embedding_place="device"),
-    "8b-full-tp": _case(0, "tp", _8B | dict(method="full"), 4, embedding_place="device", loss_chunk=256),
-    "70b-nf4-one": _case(1, "none", _70B | dict(micro_batch=2), 2, embedding_place="host", head_place="host"),
-    "70b-nf4-fsdp2": _case(0, "fsdp2", _70B | dict(micro_batch=2), 2, "70b-nf4-one", **SHARDS, head_place="host"),
-    "70b-nf4-tp": _case(0, "tp", _70B | dict(micro_batch=2), 2, "70b-nf4-one", embedding_place="device"),
-    "70b-nf4-streamed-24gib": _case(
-        0, "streamed", _70B | dict(micro_batch=2), 2, cap_gib=24, **LEAN | dict(loss_chunk=512), mlp_tiles=4
-    ),
-}  # fmt: skip
-OTHERS = ("links", "oom", "checkpoint")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("predict", "run", "list", "rank"))
+    parser.add_argument("what", nargs="?", choices=("predict", "run", "rank"))
+    parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", default="", help="names of cases, with commas")
     parser.add_argument("--gpu", default="h200", help="predict for this card")
     parser.add_argument("--gpus", type=int, default=2)
@@ -86,8 +52,13 @@ def main() -> None:
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
     names = [name for name in args.only.split(",") if name] or ["links", *CASES, "oom", "checkpoint"]
-    if args.what == "list":
-        print("\n".join([*CASES, *OTHERS]))
+    unknown = set(names) - set(CASES) - set(multi_gpu_cases.OTHERS)
+    if unknown:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    if args.list:
+        print(multi_gpu_cases.listed())
+    elif args.what is None:
+        parser.error("predict or run? (--list shows the cases)")
     elif args.what == "rank":
         rank(json.loads(os.environ["MULTI_GPU_JOB"]))
     elif args.what == "predict":
@@ -104,55 +75,11 @@ def predict(names: list[str], args: argparse.Namespace) -> None:
     points = json.loads(args.points.read_text()) if args.points.exists() else {}
     for name in names:
         started = time.time()
-        points[name] = _point(name, args)
+        points[name] = multi_gpu_cases.point(name, args.gpus, args.gpu, args.cpu)
         args.points.parent.mkdir(parents=True, exist_ok=True)
         args.points.write_text(json.dumps(points, indent=1) + "\n")
         step = points[name]["predicted"]["phases"]["step"]["peak_allocated_bytes"] / GIB
-        print(f"{name:24} {step:8.3f} GiB a step [{time.time() - started:.0f} s]", flush=True)
-
-
-def _point(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    from fitune import recipe as recipes
-    from fitune.memory.dry import Rows
-    from fitune.memory.ranks import trace_rank
-    from fitune.model.source import resolve
-    from fitune.parallel.world import SAME_RECORDS
-    from fitune.planner import make_plan
-    from fitune.planner.context import find_machine
-    from fitune.planner.target import choose_target
-
-    case = CASES[name]
-    ranks = case["ranks"] or args.gpus
-    where = dict(devices="cpu", precision="fp32") if args.cpu else dict(gpu=args.gpu)
-    recipe = recipes.build(case["recipe"] | {"batch": case["batch"]} | where | (_tiny(case) if args.cpu else {}))
-    config = _tiny_config() if args.cpu else resolve(recipe.model, weights=True).config
-    plan = make_plan(recipe, config=config).plan.with_(**case["changes"])
-    if args.cpu and plan.stream_from == "pinned":
-        plan = plan.with_(stream_from="pageable")
-    plan = plan.with_(parallel=case["way"], world_size=ranks, batch=case["batch"] * ranks, predicted={}, reasons=())
-    mine = plan.batch if case["way"] in SAME_RECORDS else case["batch"]
-    rows = [Rows(plan.micro_batch, plan.seq_len)] * (mine // plan.micro_batch)
-    peaks = trace_rank(config, plan, rows)
-    target = choose_target(recipe, find_machine(recipe, []))
-    extra = 0 if args.cpu else target.overheads.workspace_bytes
-    phases = {
-        phase: {"peak_allocated_bytes": getattr(peaks, phase) + extra} for phase in ("first_step", "step", "eval")
-    }
-    top = max(fields["peak_allocated_bytes"] for fields in phases.values())
-    return {"recipe": recipe.as_dict(), "plan": plan.as_dict(),
-            "predicted": {"peak_allocated_bytes": top, "held_bytes": peaks.held, "weight_bytes": peaks.weights,
-                          "state_bytes": peaks.state, "phases": phases}}  # fmt: skip
-
-
-def _tiny(case: dict[str, Any]) -> dict[str, Any]:
-    return dict(seq_len=32, micro_batch=min(2, case["batch"]))
-
-
-def _tiny_config() -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=512,
-                                num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
+        print(f"{name:32} {step:8.3f} GiB a step [{time.time() - started:.0f} s]", flush=True)
 
 
 # ---- the parent ------------------------------------------------------------------------------------------------------
@@ -160,9 +87,9 @@ def _tiny_config() -> Any:
 
 def run(names: list[str], args: argparse.Namespace) -> None:
     """Measure case by case; what is in the output already is passed over."""
-    if not args.points.exists():
-        predict([name for name in names if name in CASES], args)
-    points = json.loads(args.points.read_text())
+    known = json.loads(args.points.read_text()) if args.points.exists() else {}
+    predict([name for name in names if name in CASES and name not in known], args)
+    points = json.loads(args.points.read_text()) if args.points.exists() else {}
     out = bench.Records(args.out)
     began = time.time()
     for name in names:
@@ -208,10 +135,9 @@ def start(job: dict[str, Any], ranks: int, args: argparse.Namespace) -> dict[str
 
 
 def measured_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    point = points[name]
-    ranks = CASES[name]["ranks"] or args.gpus
-    found = start({"what": "measure", "name": name, **point, "cap_gib": CASES[name]["cap_gib"]}, ranks, args)
-    return {**found, "against": CASES[name]["against"], "predicted": point["predicted"]}
+    point, case = points[name], CASES[name]
+    found = start({"what": "measure", "name": name, **point, "cap_gib": case.cap_gib}, case.ranks or args.gpus, args)
+    return {**found, "against": case.against, "predicted": point["predicted"]}
 
 
 def links_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -278,16 +204,16 @@ def row(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
     """One line for the terminal."""
     name = record["name"]
     if "error" in record:
-        return f"{name:24} ERROR {record['error'][:300]}\n{record.get('traceback', '')[-1500:]}"
+        return f"{name:32} ERROR {record['error'][:300]}\n{record.get('traceback', '')[-1500:]}"
     if "measured" not in record:
         shown = {k: v for k, v in record.items() if k in ("links", "largest_difference", "replans", "status", "plans")}
-        return f"{name:24} {json.dumps(shown)}"
+        return f"{name:32} {json.dumps(shown)}"
     measured, step = record["measured"], record["measured"]["phases"]["step"]["peak_allocated_bytes"]
     predicted = record["predicted"]["phases"]["step"]["peak_allocated_bytes"]
     other = next((r for r in records if r["name"] == record["against"] and "measured" in r), None)
     ratio = f" {measured['tokens_per_s'] / other['measured']['tokens_per_s']:.3f} x one GPU" if other else ""
     error = f"({predicted / GIB:.3f}, {(predicted / step - 1) * 100:+.2f} %)" if step else ""
-    return (f"{name:24} {measured['tokens_per_s']:9.0f} tok/s{ratio}  step {(step or 0) / GIB:.3f} {error}  "
+    return (f"{name:32} {measured['tokens_per_s']:9.0f} tok/s{ratio}  step {(step or 0) / GIB:.3f} {error}  "
             f"host PSS {measured['host_pss_bytes'] / GIB:.1f} GiB")  # fmt: skip
 
 
@@ -403,7 +329,7 @@ def _engine(job: dict[str, Any], plan: Any, group: Any, device: Any) -> tuple[An
     from fitune.model.source import ModelSource, resolve
     from fitune.parallel import setup
 
-    source = ModelSource("tiny", "random", None, _tiny_config(), "fp32") if job["cpu"] else (
+    source = ModelSource("tiny", "random", None, multi_gpu_cases.tiny_config(), "fp32") if job["cpu"] else (
         resolve(job["recipe"]["model"], weights=True))  # fmt: skip
     built = build(source.config, plan, device)
     if group.size > 1:

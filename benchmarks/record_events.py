@@ -77,6 +77,7 @@ def config_of(name: str) -> Any:
 
 def predicted(name: str) -> list[tuple[str, int, list[Any]]]:
     """(part, layer, events) in order, from a trace on `meta` of the case as it is."""
+    from contextlib import nullcontext
     from itertools import groupby
 
     from fitune.memory.dry import DryRun, Rows
@@ -84,6 +85,7 @@ def predicted(name: str) -> list[tuple[str, int, list[Any]]]:
 
     _, _, rows, columns, chunk, recompute, micro_batches, first, _ = CASES[name]
     dry = DryRun(config_of(name), plan_of(name))
+    dry.engine.driver.casts = [nullcontext()] * len(dry.built.layers)  # (5)
     batches = [Rows(rows, columns)] * micro_batches
     follower = dry.step(batches, loss_chunk=chunk, recompute_layers=recompute, first_step=first)
     events = events_of(follower, dry.built.layers_prefix)
@@ -100,6 +102,9 @@ def predicted(name: str) -> list[tuple[str, int, list[Any]]]:
 #
 # And (4) the order of deaths with no birth between them: which of a function's variables goes first at its end changes
 # with its source, and these records are older than the engine's `backward_layer`.
+#
+# And (5) these records are older than `model.casts`, which rounds all adapters of a layer at once: the prediction
+# rounds each at each use, as they did. To be left out with the next record.
 _SPLIT_BLOCK = 64  # queries per block of the split kernel
 
 
@@ -159,7 +164,7 @@ def without_positions(recorded: list[dict[str, Any]], said: list[tuple[str, int,
 
 
 def compared(case: dict[str, Any], said: list[tuple[str, int, list[Any]]], frames: bool = False) -> list[str]:
-    """What differs between a record and its prediction by the libraries that are installed, but for (1) to (4)."""
+    """What differs between a record and its prediction by the libraries that are installed, but for (1) to (5)."""
     import transformers
 
     recorded = without_scratch(case, config_of(case["name"]))

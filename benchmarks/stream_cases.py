@@ -50,6 +50,7 @@ class Case:
         evaluates: whether an evaluation is measured too.
         chosen: the planner chooses everything that the recipe leaves open.
         ram_bytes: host memory that is left for the process.
+        killed: a run that is killed in the middle of a step and resumed (`stream_killed.py`).
         long: not among those that run in a few minutes.
     """
 
@@ -64,10 +65,11 @@ class Case:
     evaluates: bool = True
     chosen: bool = False
     ram_bytes: int | None = None
+    killed: bool = False
     long: bool = False
 
 
-# "equality*" cases are functions of `stream.py`.
+# "equality*" cases are functions of `stream_equal.py`.
 EQUALITIES = {
     "equality": "1: Llama-3.1-8B layers, every way of streaming against resident: bit for bit",
     "equality-qwen3": "1: the same for Qwen3-8B layers",
@@ -153,6 +155,9 @@ CASES: dict[str, Case] = {
     "8b-bf16-1x2048-disk-ram8": Case(
         "16-bit 8B from disk with 8 GiB of RAM left: trains", _BF16 | dict(batch=1),
         LEAN | dict(stream_from="disk"), 9, _1x, steps=3, evaluates=False, ram_bytes=8 * 2**30),
+    "8b-bf16-1x2048-disk-ram8-killed": Case(
+        "the same, killed in mid-step: goes on with the same bits", _BF16 | dict(batch=1),
+        LEAN | dict(stream_from="disk"), 9, ram_bytes=8 * 2**30, killed=True),
 }  # fmt: skip
 
 # Further ones, and those that take minutes.
@@ -240,3 +245,36 @@ def planned(case: Case, config: Any) -> tuple[Any, Any, Any]:
     layers = choose.search(context, draft).recompute or 0
     plan = draft.with_(micro_batch=recipe.micro_batch or recipe.batch, recompute_layers=layers)
     return recipe, context, plan.with_(**case.changes)
+
+
+def expected(case: Case) -> str:
+    """What a case is predicted to need on an NVIDIA H200, whatever is in this machine; its step is traced, which takes
+    up to a minute."""
+    from fitune.planner.phases import phases_of
+    from fitune.units import format_bytes
+
+    on_h200 = dataclasses.replace(case, recipe=case.recipe | dict(gpu="h200"))
+    _, context, plan = planned(on_h200, config_of(case.recipe["model"], case.layers, tiny=False))
+    said = phases_of(context, plan).as_dict()
+    sizes = {"peak": "peak_allocated_bytes", "device": "device_bytes", "RAM": "host_bytes", "pinned": "pinned_bytes"}
+    return "predicted: " + ", ".join(f"{name} {format_bytes(said[field] or 0)}" for name, field in sizes.items())
+
+
+def opened(case: Case, tiny: bool) -> tuple[Any, Any, Any, Any]:
+    """(recipe, context, plan, source) of a case; the plan's device is the CPU where it is tiny."""
+    from fitune.model.source import resolve
+    from fitune.train.device import prepare
+
+    config = config_of(case.recipe["model"], case.layers, tiny)
+    recipe, context, plan = planned(case, config)
+    source = resolve(recipe.model, weights=True)
+    if config is not None:
+        source = dataclasses.replace(source, config=config)
+    if not tiny:
+        prepare(plan, 0)
+    return recipe, context, plan, source
+
+
+def here(plan: Any, tiny: bool) -> Any:
+    """The plan as it is run."""
+    return plan.with_(device="cpu", device_name="CPU", attention="cpu", budget_bytes=None) if tiny else plan

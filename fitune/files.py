@@ -56,6 +56,9 @@ def file_error(doing: str, path: Path, error: BaseException) -> UserError:
     code = error.errno if isinstance(error, OSError) else None
     if is_disk_full(error):
         why, fix = f"the disk is full ({_free(path)}, more is needed)", f"free some space there, or {elsewhere}"
+    elif code == errno.EFBIG:
+        why = "a file may not become that large there (4 GiB on FAT32; or a limit, see `ulimit -f`)"
+        return UserError(f"cannot {doing} {path}", why, f"raise the limit, or {elsewhere}", EXIT_FAILED)
     elif code in (errno.EACCES, errno.EPERM):
         why, fix = "you have no permission there", f"change the permissions, or {elsewhere}"
     elif code == errno.EROFS:
@@ -313,7 +316,7 @@ def _about_writing(error: BaseException, temp: Path) -> bool:
     """Whether the failure concerns the folder being written, not something that the block read elsewhere."""
     if is_disk_full(error):
         return True
-    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG):
         return False
     return error.filename is None or str(error.filename).startswith(str(temp))
 

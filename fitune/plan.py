@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,28 @@ class Adapter:
     @property
     def scaling(self) -> float:
         return self.alpha / (self.r**0.5 if self.rslora else self.r)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several GPUs that are not alike has of a step, and what it does otherwise than the plan says.
+
+    Attributes:
+        card, budget_bytes: as `Plan.device_name` and `Plan.budget_bytes`.
+        records: of a whole step's batch; all of them where every GPU works on all records.
+        needed_bytes, step_s: predicted for this GPU.
+    """
+
+    card: str
+    budget_bytes: int | None
+    records: int
+    micro_batch: int
+    recompute_layers: int
+    needed_bytes: int | None = None
+    step_s: float | None = None
+
+
+OWN = ("micro_batch", "recompute_layers")  # what each GPU of a plan with shares has for itself
 
 
 @dataclass(frozen=True)
@@ -81,6 +104,8 @@ class Plan:
     offload_params: str = "none"  # ZeRO 3: where DeepSpeed keeps the parts of parameters: none | cpu
     parallel: str = "none"  # several GPUs: none | ddp | streamed | fsdp2 | zero1 | zero2 | zero3 | tp | pp | cp
     world_size: int = 1  # processes, each with a GPU of its own
+    shares: tuple[Share, ...] = ()  # GPUs that are not alike: what each has of a step, by rank; empty: all the same
+    stages: tuple[int, ...] = ()  # pp: layers of each stage; empty: evenly cut
     predicted: dict[str, Any] = field(default_factory=dict)
     reasons: tuple[Reason, ...] = ()
     version: int = PLAN_VERSION
@@ -98,6 +123,27 @@ class Plan:
             return ()
         count = max(0, self.num_layers - self.resident_layers)
         return tuple(j * self.num_layers // count for j in range(count))
+
+    def of_rank(self, rank: int) -> Plan:
+        """The plan as one rank obeys it: with what its share says in place of what holds for all. `batch` are its own
+        records of a step."""
+        if not self.shares:
+            return self
+        mine = self.shares[rank]
+        return self.with_(device_name=mine.card, budget_bytes=mine.budget_bytes, batch=mine.records,
+                          micro_batch=mine.micro_batch, recompute_layers=mine.recompute_layers, shares=())  # fmt: skip
+
+    def of_least(self) -> Plan:
+        """The plan as the rank with the least memory obeys it; the plan itself where all are alike."""
+        budgets = [share.budget_bytes or 0 for share in self.shares]
+        return self.of_rank(budgets.index(min(budgets))) if budgets else self
+
+    def changed(self, changes: dict[str, Any], rank: int | None = None) -> Plan:
+        """The plan with other settings on all ranks; those of `OWN` on one of them only where `rank` is given."""
+        own = {name: value for name, value in changes.items() if name in OWN}
+        shares = tuple(dataclasses.replace(share, **own) if rank in (None, i) else share
+                       for i, share in enumerate(self.shares))  # fmt: skip
+        return self.with_(**(changes if rank is None else {}), shares=shares)
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n"
@@ -125,11 +171,32 @@ def from_dict(values: dict[str, Any]) -> Plan:
             adapter = dict(values["adapter"])
             values["adapter"] = Adapter(**(adapter | {"targets": tuple(adapter["targets"])}))
         values["reasons"] = tuple(Reason(**reason) for reason in values["reasons"])
-        return Plan(**values)
+        values["shares"] = tuple(Share(**share) for share in values.get("shares", ()))
+        values["stages"] = tuple(values.get("stages", ()))
+        plan = Plan(**values)
+        why = wrong_shares(plan)
     except (TypeError, KeyError) as error:
-        raise UserError(
-            "cannot use this plan", f"a field is missing or unknown: {error}", "make the plan again with `fitune plan`"
-        ) from None
+        why = f"a field is missing or unknown: {error}"
+    if why is not None:
+        raise UserError("cannot use this plan", why, "make the plan again with `fitune plan`")
+    return plan
+
+
+def wrong_shares(plan: Plan) -> str | None:
+    """Why the shares of a plan's GPUs cannot be, in a sentence; None where they can."""
+    for name, parts in (("shares", plan.shares), ("stages", plan.stages)):
+        if parts and len(parts) != plan.world_size:
+            return f"it has {len(parts)} {name} for {plan.world_size} GPUs"
+    records = [share.records for share in plan.shares]
+    if records and sum(records) != plan.batch and set(records) != {plan.batch}:
+        return f"its shares have {sum(records)} records, its batch {plan.batch}"
+    if any(not 1 <= share.micro_batch <= share.records for share in plan.shares):
+        return "a share's micro-batch is not within its records"
+    if any(not 0 <= share.recompute_layers <= plan.num_layers for share in plan.shares):
+        return f"a share recomputes more layers than the model's {plan.num_layers}"
+    if plan.stages and (sum(plan.stages) != plan.num_layers or min(plan.stages) < 1):
+        return f"its stages have {sum(plan.stages)} layers, the model {plan.num_layers}"
+    return None
 
 
 def from_json(text: str) -> Plan:
@@ -145,8 +212,12 @@ def from_json(text: str) -> Plan:
     return from_dict(values)
 
 
-def layers_of(num_layers: int, rank: int, size: int) -> range:
-    """The layers of a pipeline's stage; the first stages have one more where they cannot be shared out evenly."""
+def layers_of(num_layers: int, rank: int, size: int, stages: Sequence[int] = ()) -> range:
+    """The layers of a pipeline's stage: as many as `stages` says; without it the first ones have one more where they
+    cannot be shared out evenly."""
+    if stages:
+        first = sum(stages[:rank])
+        return range(first, first + stages[rank])
     each, more = divmod(num_layers, size)
     first = rank * each + min(rank, more)
     return range(first, first + each + (rank < more))

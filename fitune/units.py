@@ -47,6 +47,23 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / KIB:.0f} KiB"
 
 
+def gb_per_s(bytes_per_s: float) -> float:
+    """A speed in GB/s, powers of ten, as links are sold."""
+    return bytes_per_s / 1e9
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """``54.1 GB/s``, ``812 MB/s`` or ``0.4 MB/s``."""
+    if bytes_per_s >= 0.9995e9:
+        return f"{gb_per_s(bytes_per_s):.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.0f} MB/s" if bytes_per_s >= 0.9995e6 else f"{bytes_per_s / 1e6:.1f} MB/s"
+
+
+def format_share(share: float) -> str:
+    """``0.2 %``."""
+    return f"{share * 100:.1f} %"
+
+
 def format_count(count: float) -> str:
     """``8.03 B``, ``135 M``, ``22.0 K`` or ``812``."""
     for scale, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):

@@ -219,6 +219,30 @@ def test_what_this_process_builds_stays_where_nothing_can_be_locked(
     assert sorted(os.listdir(tmp_path)) == ["best.json", "step-1"] and not files._building
 
 
+def test_a_file_that_may_not_become_so_large(tmp_path: Path) -> None:
+    """`ulimit -f`, or a file of 4 GiB on FAT32: told in one message, and what was there before stays."""
+    import resource
+
+    with atomic_folder(tmp_path / "saved") as temp:
+        (temp / "a").write_bytes(b"before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(UserError) as caught, atomic_folder(tmp_path / "saved") as temp:
+            descriptor = os.open(temp / "a", os.O_WRONLY | os.O_CREAT)
+            try:
+                files.write_out(descriptor, bytes(10_000))
+            finally:
+                os.close(descriptor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.what == f"cannot write {tmp_path / 'saved'}" and caught.value.exit_code == 1
+    assert "may not become that large" in caught.value.why and "raise the limit" in caught.value.fix
+    assert (tmp_path / "saved" / "a").read_bytes() == b"before" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_full_disk_is_known_from_other_failures() -> None:
     assert is_disk_full(OSError(errno.ENOSPC, "x"))
     assert not is_disk_full(OSError(errno.EACCES, "No space left on device"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fitune.units import GIB, KIB, MIB, format_bytes, format_duration, parse_size
+from fitune.units import GIB, KIB, MIB, format_bytes, format_duration, format_rate, format_share, parse_size
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,19 @@ def test_sizes_read_best_and_never_as_1024_of_a_unit(num_bytes: float, text: str
 )
 def test_durations(seconds: float, text: str):
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"),
+    [(54.06e9, "54.1 GB/s"), (0.9999e9, "1.0 GB/s"), (812e6, "812 MB/s"), (0.9999e6, "1 MB/s"), (4e5, "0.4 MB/s")],
+)
+def test_rates(bytes_per_s: float, text: str):
+    assert format_rate(bytes_per_s) == text
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0, "0.0 %"), (0.0023, "0.2 %"), (1.0, "100.0 %")])
+def test_shares(share: float, text: str):
+    assert format_share(share) == text
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("10", 10 * GIB), ("10GiB", 10 * GIB), ("512 MB", 512 * MIB)])

@@ -43,6 +43,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", dict(ffn_dim=128, word_embed_proj_dim=32)),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "starcoder2": ("Starcoder2Config", dict(sliding_window=16)),
+    "glm": ("GlmConfig", dict(head_dim=16)),
+    "arcee": ("ArceeConfig", {}),
+    "nemotron": ("NemotronConfig", dict(head_dim=16)),
+    "hunyuan_moe": ("HunYuanMoEV1Config", dict(head_dim=16, num_experts=4, moe_topk=2)),
+    "llama4": (
+        "Llama4TextConfig",
+        dict(
+            head_dim=16,
+            num_local_experts=4,
+            interleave_moe_layer_step=2,
+            intermediate_size_mlp=128,
+            attention_chunk_size=16,
+            floor_scale=16,
+            layer_types=["chunked_attention", "full_attention"] * 2,
+            no_rope_layers=[1, 0] * 2,
+        ),
+    ),
     "qwen3_5": (
         "Qwen3_5TextConfig",
         dict(

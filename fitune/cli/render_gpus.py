@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from fitune.cli.text import columns, short_name, wrapped
 from fitune.cli.words import Words
 from fitune.cli.words_gpus import GPUS
-from fitune.planner import costs
 from fitune.planner.sentences import translated
 from fitune.units import format_bytes, format_count, gib
 
@@ -113,7 +112,7 @@ def _file_name(data: str | None) -> str:
 
 def pick_lines(advice: Advice, words: Words) -> Iterator[str]:
     """The few choices that answer the question, a line each."""
-    found = costs.picks(advice.within)
+    found = advice.picks
     rows = []
     for name, card in found.items():
         hours = hours_text(card, words)

@@ -14,6 +14,10 @@ _HEADINGS = {
     "en": ("layout", "GPUs", "base", "per GPU", "a step", "tokens/s"),
     "zh": ("并行方式", "GPU", "底座", "每块 GPU", "每步", "token/s"),
 }
+_OF_GPU = {
+    "en": ("  GPU", "share", "micro-batch", "recomputed", "needs / budget", "a step"),
+    "zh": ("  显卡", "份额", "微批", "重算层数", "需要 / 预算", "每步"),
+}
 
 
 def place(result: Mapping[str, Any]) -> str:
@@ -28,9 +32,11 @@ def place(result: Mapping[str, Any]) -> str:
 
 def lines(result: Mapping[str, Any], width: int, lang: str) -> list[tuple[str, str]]:
     """(line, style): a line for each way that was looked at, the chosen one first, and below it why."""
-    rows: list[Mapping[str, Any]] = list(result.get("layouts") or [])
-    if not rows:
+    told: list[Mapping[str, Any]] = list(result.get("layouts") or [])
+    if not told:
         return []
+    more = [row for row in told if _is_more(row)]
+    rows = [row for row in told if not _is_more(row)]
     cells = [_HEADINGS[lang]]
     for row in rows:
         step, rate = row.get("step_s"), row.get("tokens_per_s")
@@ -42,16 +48,56 @@ def lines(result: Mapping[str, Any], width: int, lang: str) -> list[tuple[str, s
             duration(format_duration(step), lang) if step is not None else "",
             f"{rate:,.0f}" if rate is not None else "",
         ))  # fmt: skip
-    whys = ["", *(translated(str(row.get("why") or ""), lang) for row in rows)]
+    # of a way that needs too much its size says why
+    whys = ["", *("" if _is_too_large(row) else translated(str(row.get("why") or ""), lang) for row in rows)]
     made = []
     for i, (line, why) in enumerate(zip(columns(cells, left=(0, 2)), whys, strict=True)):
         made.append((line, "" if i else "bold"))
         made += [(f"    {part}", "dim") for part in wrapped(why, width - 4)] if why else []
+    if more:
+        parts = (f"{row['layout']} {translated(row['why'].partition('; ')[2], lang)}".strip() for row in more)
+        accepts = translated(more[0]["why"].partition("; ")[0], lang)
+        text = (": " if lang == "en" else "：").join((accepts, (", " if lang == "en" else "，").join(parts)))
+        made += [(f"  {part}" if not i else f"    {part}", "dim") for i, part in enumerate(wrapped(text, width - 4))]
+    made += share_lines(result.get("plan") or {}, lang)
     host = next((row.get("host_bytes") for row in rows if row["chosen"]), None)
     if host is not None:
         text = f"RAM of each machine: {format_bytes(host)}" if lang == "en" else f"每台机器的内存：{format_bytes(host)}"
         made.append((text, ""))
     return made
+
+
+def _is_more(row: Mapping[str, Any]) -> bool:
+    """A way that fits and is more complex than the person accepts."""
+    return bool(row.get("fits")) and str(row.get("why") or "").startswith("more than --effort")
+
+
+def _is_too_large(row: Mapping[str, Any]) -> bool:
+    return not row.get("fits") and row.get("needed_bytes") is not None and "needs at least" in str(row.get("why"))
+
+
+def share_lines(plan: Mapping[str, Any], lang: str) -> list[tuple[str, str]]:
+    """(line, style): a line for each GPU of a plan whose GPUs are not alike."""
+    shares = plan.get("shares") or []
+    if not shares:
+        return []
+    cells = [_OF_GPU[lang]]
+    for rank, share in enumerate(shares):
+        part = f"{share['records']} / {plan['batch']}"
+        if plan.get("stages"):
+            part = translated(f"{plan['stages'][rank]} layers", lang)
+        step = share.get("step_s")
+        cells.append((
+            f"  {rank} {share['card']}", part, str(share["micro_batch"]), str(share["recompute_layers"]),
+            needs(share), duration(format_duration(step), lang) if step is not None else "",
+        ))  # fmt: skip
+    return [(line, "" if i else "bold") for i, line in enumerate(columns(cells, left=(0,)))]
+
+
+def needs(share: Mapping[str, Any]) -> str:
+    """`10.90 GiB / 11.58 GiB`: what a GPU needs, and its budget."""
+    needed, budget = share.get("needed_bytes"), share.get("budget_bytes")
+    return " / ".join(format_bytes(value) for value in (needed, budget) if value is not None)
 
 
 def _bytes(value: int | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fitune.cli.words import Table, Words
+from fitune.parallel.world import SAME_RECORDS
 from fitune.planner.sentences import duration
 from fitune.units import format_bytes, format_duration
 
@@ -24,7 +25,10 @@ NEEDS: Table = {
     "recompute": ("{n} of {all} layers recomputed", "重算 {all} 层中的 {n} 层"),
     "streamed": ("{n} streamed", "流式加载 {n} 层"),
     "offloaded": ("inputs in RAM", "层输入放在内存"),
+    "batch_whole": ("batch {all}", "批大小 {all}"),
     "batch": ("batch {all} as {n} x {times}", "批大小 {all}（{n} x {times}）"),
+    "batch_each": ("batch {all} as {n} x {times} on each of {gpus} GPUs",
+                   "批大小 {all}（{gpus} 块 GPU，每块 {n} x {times}）"),
     "a_step": ("{time} a step", "每步 {time}"),
     # where a time comes from; what was measured or calibrated needs no word
     "kin": ("; not verified on this card", "；未在此卡上验证"),
@@ -65,16 +69,27 @@ def speed_line(predicted: Mapping[str, Any], lang: str) -> str:
     return words("step", **times, rate=f"{predicted['tokens_per_s']:,.0f}", basis=words(str(predicted["step_basis"])))
 
 
+def batch_text(plan: Mapping[str, Any], lang: str) -> str:
+    """A step's records: the micro-batch x how often, on each GPU where they share the records."""
+    words, micro, batch = Words(lang, NEEDS), plan["micro_batch"], plan["batch"]
+    gpus = (plan.get("world_size") or 1) if plan.get("parallel") not in SAME_RECORDS else 1
+    share = -(-batch // gpus)
+    if gpus > 1:
+        return words("batch_each", all=batch, n=micro, times=-(-share // micro), gpus=gpus)
+    return words("batch_whole" if micro == batch else "batch", all=batch, n=micro, times=-(-batch // micro))
+
+
 def how_line(entry: Mapping[str, Any], lang: str) -> str:
     """An alternative: what it does with the card, its peak and its time."""
     words, plan, predicted = Words(lang, NEEDS), entry["plan"], entry.get("predicted") or {}
-    micro, batch, layers = plan["micro_batch"], plan["batch"], plan["num_layers"]
-    parts = [str(plan["base_format"]), words("batch", all=batch, n=micro, times=-(-batch // micro)),
+    layers = plan["num_layers"]
+    parts = [str(plan["base_format"]), batch_text(plan, lang),
              words("recompute", n=plan["recompute_layers"], all=layers)]  # fmt: skip
     if plan.get("stream_from", "none") != "none" and plan.get("resident_layers") is not None:
         parts.append(words("streamed", n=layers - plan["resident_layers"]))
     parts += [words("offloaded")] * bool(plan.get("offload_inputs"))
-    found = [format_bytes(predicted["device_bytes"])] if predicted.get("device_bytes") is not None else []
+    peak = next((predicted[k] for k in ("device_bytes", "peak_allocated_bytes") if predicted.get(k) is not None), None)
+    found = [format_bytes(peak)] if peak is not None else []
     if predicted.get("step_s") is not None:
         found.append(words("a_step", time=duration(format_duration(predicted["step_s"]), lang)))
     end = (": " if lang == "en" else "：") + words("comma").join(found) if found else ""

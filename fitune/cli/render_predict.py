@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitune.cli import render, render_needs, render_plan
+from fitune.cli import render, render_needs
 from fitune.cli import render_memory as memory
 from fitune.cli.words import Words
-from fitune.cli.words_predict import PREDICT
+from fitune.cli.words_predict import BLOCKS, PREDICT
 from fitune.memory.groups import group_of, grouped, name_of
 from fitune.planner.sentences import translated
 from fitune.units import format_bytes
@@ -89,7 +90,7 @@ def verdict(result: Mapping[str, Any], words: Words) -> list[str]:
 
 def summary(plan: Mapping[str, Any], lang: str) -> str:
     """The job in one line."""
-    return render.summary(dict(plan)) if lang == "en" else render_plan.summary(plan)
+    return render.summary(plan, lang)
 
 
 def _setting(name: str, value: str) -> str:
@@ -171,8 +172,23 @@ def peak_lines(result: Mapping[str, Any], words: Words, count: int = 4) -> list[
                 largest[key] = (block["num_bytes"], block["label"], moment["place"])
     ordered = sorted(largest.values(), reverse=True)[:count]
     for size, label, place in ordered:
-        lines.append(f"  {label}: {format_bytes(size)}{words('comma')}{translated(place, words.lang)}")
+        lines.append(
+            f"  {label_text(label, words.lang)}: {format_bytes(size)}{words('comma')}{translated(place, words.lang)}"
+        )
     return lines
+
+
+_LABEL = re.compile(r"(?P<saved>saved )?(?P<what>.*?)(?P<shape> (\d[\dx]*|scalar) \S+)?")
+
+
+def label_text(label: str, lang: str) -> str:
+    """What a block is, with its shape and format as they are: `保存的矩阵乘积 16384x14336 bf16`."""
+    found = _LABEL.fullmatch(label)
+    if lang == "en" or found is None:
+        return label
+    words = Words(lang, BLOCKS)
+    what = words(found["what"])
+    return (words("saved", what=what) if found["saved"] else what) + (found["shape"] or "")
 
 
 def stack_parts_table(result: Mapping[str, Any]) -> Table:
@@ -238,5 +254,5 @@ def fitting_lines(result: Mapping[str, Any], words: Words) -> Iterator[str]:
         return
     yield words("none_fits")
     for entry in result.get("nearest_fits") or []:
-        text = render.entry_line(entry) if words.lang == "en" else render_plan.entry_text(entry, words.lang)
+        text = render.entry_line(entry, words.lang)
         yield f"{words('nearest')}{words('colon')}{text}"

@@ -56,3 +56,31 @@ PREDICT: Table = {
     "backward": ("backward", "反向"),
     "update": ("update", "更新"),
 }  # fmt: skip
+
+# What a block in memory is (`fitune.memory.cut`); operations that are not here keep torch's name for them.
+BLOCKS: Table = {
+    "saved": ("saved {what}", "保存的{what}"),
+    "matrix product": ("matrix product", "矩阵乘积"),
+    "batched matrix product": ("batched matrix product", "批量矩阵乘积"),
+    "copy": ("copy", "副本"),
+    "result": ("result", "结果"),
+    "zeros": ("zeros", "零张量"),
+    "embedding": ("embedding", "嵌入"),
+    "attention": ("attention", "注意力"),
+    "gradient of attention": ("gradient of attention", "注意力的梯度"),
+    "joined": ("joined", "拼接结果"),
+    "gathered": ("gathered", "取出的行"),
+    "contiguous copy": ("contiguous copy", "连续副本"),
+    "mul": ("mul", "逐元素乘积"),
+    "add": ("add", "逐元素之和"),
+    "silu": ("silu", "SiLU 结果"),
+    "gelu": ("gelu", "GELU 结果"),
+    "logits": ("logits", "logits"),
+    "gradient of the logits": ("gradient of the logits", "logits 的梯度"),
+    "hidden states": ("hidden states", "隐藏状态"),
+    "gradient of hidden states": ("gradient of hidden states", "隐藏状态的梯度"),
+    "input of a recomputed layer": ("input of a recomputed layer", "重算层的输入"),
+    "tokens of the micro-batch": ("tokens of the micro-batch", "微批的 token"),
+    "sum of losses": ("sum of losses", "损失之和"),
+    "scratch": ("scratch", "暂存区"),
+}  # fmt: skip

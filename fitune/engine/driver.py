@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, H hidden size, C tokens of a chunk, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from fitune.engine.ring import source_of
 from fitune.errors import UserError
 from fitune.model.build import Built
+from fitune.model.casts import LayerCasts
 from fitune.model.linear import OutputWatch
 from fitune.model.loss import chunk_cross_entropy
 
@@ -74,7 +75,13 @@ class Driver:
         self._calls: list[LayerCall] = []
         self._inputs_width = 0
         self._unneeded: dict[tuple[int, bool], object | None] = {}
+        self.casts: Sequence[AbstractContextManager[None]] = self._casts_by_layer()
         self._recorders = nn.ModuleList([_Recorder(layer, self) for layer in built.layers])
+
+    def _casts_by_layer(self) -> list[LayerCasts]:
+        """To be entered while a layer runs, forward, or forward and backward."""
+        context, members = self.built.context, [set(layer.modules()) for layer in self.built.layers]
+        return [LayerCasts([lin for lin in self.built.linears.values() if lin in own], context) for own in members]
 
     @contextmanager
     def _recording(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from fitune.engine.driver import Driver
 from fitune.engine.host_masters import HostMasters
 from fitune.engine.inputs import OffloadedInputs
 from fitune.engine.link import LinkStats
-from fitune.engine.optimizers import Masters, build_optimizer, flatten_state, restore_state
+from fitune.engine.optimizers import Masters, Picked, build_optimizer, flatten_state, restore_state
 from fitune.engine.parts import ENDS, PartedOptimizer, part_of
 from fitune.engine.place import host_masters
 from fitune.engine.ranks import Alone
@@ -154,10 +154,13 @@ class Engine:
             observe = functools.partial(self._unless_updating, observe)
         while True:
             loss = self._accumulate(groups, self.scaler.scale / max(num_targets, 1), observe) / max(num_targets, 1)
+            made = self.ranks.prepare(loss, self.masters)
             observe("optimizer", 0)
-            loss = self.ranks.add_up(loss, self.masters)
-            norm = self._unscaled_norm()
-            loss_value, norm_value = torch.stack([loss, norm.to(loss.device, loss.dtype)]).tolist()
+            with self.ranks.together():
+                loss = self.ranks.add_up(loss, self.masters, made)
+                del made
+                norm = self._unscaled_norm()
+                loss_value, norm_value = torch.stack([loss, norm.to(loss.device, loss.dtype)]).tolist()
             if not _finite(loss_value):
                 raise NotFinite(
                     f"the loss is not finite at step {step + 1}",
@@ -183,6 +186,8 @@ class Engine:
                 self.optimizer.zero_grad(set_to_none=True)
         self.updating = True
         self._update(lr, norm)
+        if self.in_host is None:
+            self.ranks.publish(self.masters, observe)
         self.updating = False
         self.updates += 1
         self.scaler.grew()
@@ -277,7 +282,6 @@ class Engine:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.masters.publish()
 
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
         """(sum of token losses, number of target tokens) without gradients or dropout."""
@@ -319,8 +323,10 @@ class Engine:
         return own | self.in_host.stores | saved
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Everything needed to go on exactly: tensors and plain values, no pickle."""
-        tensors = {f"parameter|{name}": t for name, t in self.trained_tensors().items()}
+        """Everything needed to go on exactly: tensors and plain values, no pickle. The tensors are the engine's own,
+        where they are, or were gathered from other ranks for this (`fitune.parallel.slices.Gathered`)."""
+        self.settle()
+        tensors = {f"parameter|{name}": master.detach() for name, (_, master) in self.masters.pairs.items()}
         names = self.names
         if self.in_host is not None:
             names = [name for part in self.in_host.parts.values() for name in part]
@@ -329,7 +335,7 @@ class Engine:
         return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
-        """Inverse of `state`.
+        """Inverse of `state`; tensors are asked for one by one, and each is put where it stays before the next.
 
         Raises:
             UserError: the state belongs to other settings.
@@ -345,8 +351,9 @@ class Engine:
                         "resume with the settings the run was started with",
                     )
                 master.copy_(saved)
+                del saved
         prefix = "optimizer|"
-        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        state = Picked(tensors, {n.removeprefix(prefix): n for n in tensors if n.startswith(prefix)})
         if self.in_host is not None:
             cast(PartedOptimizer, self.optimizer).restore(self.in_host.parts, state, values["optimizer"])
         else:

@@ -2,7 +2,9 @@
 
 A part (a decoder layer, or the model's ends) sends its gradients away as soon as its backward pass of a group of
 micro-batches is over: on CUDA into a pinned buffer on a stream of its own, at most two parts on the device at once. One
-thread takes them in: it adds up what several groups send (in fp32), takes their norms, and updates.
+thread takes them in: it adds up what several groups send (in fp32), takes their norms, and updates. Two layers'
+gradients are on their way to it at most: a backward pass that is faster than the updates waits, so that host memory
+never holds more of them than that.
 
 With clipping or loss scaling an update needs the norm of all gradients first. They wait in host memory, and the update
 runs after the step, part by part in the order in which the next forward pass comes by: `ready` (and the ring, for
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +31,8 @@ from fitune.model.build import Built
 from fitune.model.host import HostBuffer
 
 _ALIGNMENT_BYTES = 64
+UNDERWAY = 2
+"""Layers whose gradients are on their way to the thread, or being updated there."""
 
 
 @dataclass(eq=False)
@@ -91,6 +95,7 @@ class HostMasters(Masters):
         self._published: dict[int, Any] = {}
         self._pending: dict[int, Future[None]] = {}
         self._arrivals: list[Future[None]] = []
+        self._underway: deque[Future[None]] = deque()
         self._leaving: deque[tuple[list[torch.Tensor], Any]] = deque()
         self._at_once: float | None = None
         self._broken = False
@@ -177,6 +182,9 @@ class HostMasters(Masters):
                 self._let_go()
         if self.on_meta or part not in self.parts:
             return
+        if part != ENDS:
+            while len(self._underway) >= UNDERWAY:
+                wait([self._underway.popleft()])  # what went wrong there is raised by `norm`
         if tensors:
             parcel = self._parcel({name: (t.shape, t.dtype) for name, t in tensors.items()})
             event = self._leave(tensors, parcel, most=int(part != ENDS))
@@ -188,6 +196,8 @@ class HostMasters(Masters):
             self._arrivals.append(done)
             if self._at_once is not None:
                 self._pending[part] = done
+        if part != ENDS and self._arrivals:
+            self._underway.append(self._arrivals[-1])
 
     def _parcel(self, shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> _Parcel:
         places, end = {}, 0

@@ -27,12 +27,14 @@ class OffloadedInputs:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arena: HostBuffer | None = None
+        self._views: dict[tuple[int, int], torch.Tensor] = {}  # of the arena, by layer and member
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._offsets: list[int] = []
         self._layer_bytes = 0
         self._num_layers = 0
         self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
         self._buffers: list[torch.Tensor] = []
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}  # of the buffers, by buffer and member
         self._events: list[Any] = []
         self._order: list[tuple[int, int]] = []
         self._next = 0
@@ -43,25 +45,33 @@ class OffloadedInputs:
 
     def begin(self, hidden: Sequence[torch.Tensor], num_layers: int) -> None:
         """Room for `num_layers` times these tensors."""
-        self._shapes = [(h.shape, h.dtype) for h in hidden]
+        shapes = [(h.shape, h.dtype) for h in hidden]
+        if shapes != self._shapes:
+            self._views = {}
+        self._shapes = shapes
         sizes = [h.numel() * h.element_size() for h in hidden]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._layer_bytes, self._num_layers = sum(sizes), num_layers
         self._leaving.clear()
-        self._buffers = []
+        self.end()
         needed = self._layer_bytes * num_layers
         if self.device.type != "meta" and self.host_bytes() < needed:
             if self._stream is not None:
                 self._stream.synchronize()
             size = max(needed, self.host_bytes() * 5 // 4)  # longer rows may come: not pinned again for each of them
+            self._views = {}
             self._arena = None  # let go before the larger one is made
             self._arena = HostBuffer(size, self.device.type == "cuda")
 
     def _host(self, layer: int, member: int) -> torch.Tensor:
-        assert self._arena is not None
-        shape, dtype = self._shapes[member]
-        start = layer * self._layer_bytes + self._offsets[member]
-        return self._arena.tensor[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        view = self._views.get((layer, member))
+        if view is None:
+            assert self._arena is not None
+            shape, dtype = self._shapes[member]
+            start = layer * self._layer_bytes + self._offsets[member]
+            view = self._arena.tensor[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            self._views[layer, member] = view
+        return view
 
     def put(self, layer: int, member: int, hidden: torch.Tensor) -> None:
         """Send a layer's input away. It stays on the device while its layer runs, until the next `put`."""
@@ -89,6 +99,7 @@ class OffloadedInputs:
         members = range(len(self._shapes))
         self._order = [(layer, member) for layer in reversed(range(self._num_layers)) for member in members]
         self._next = 0
+        self.end()
         largest = max((shape.numel() * dtype.itemsize for shape, dtype in self._shapes), default=0)
         count = min(2, len(self._order))
         self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(count)]
@@ -97,9 +108,13 @@ class OffloadedInputs:
             self._fetch(0)
 
     def _on_device(self, number: int) -> torch.Tensor:
-        shape, dtype = self._shapes[self._order[number][1]]
-        buffer = self._buffers[number % 2]
-        return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        member = self._order[number][1]
+        part = self._parts.get((number % 2, member))
+        if part is None:
+            shape, dtype = self._shapes[member]
+            part = self._buffers[number % 2][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            self._parts[number % 2, member] = part
+        return part
 
     def _fetch(self, number: int) -> None:
         if self.device.type == "meta":
@@ -127,4 +142,5 @@ class OffloadedInputs:
 
     def end(self) -> None:
         """Let the device buffers go."""
+        self._parts = {}
         self._buffers = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -155,8 +155,8 @@ def _by_name(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, to
 def flatten_state(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An optimizer's state as tensors ("parameter|key") and plain numbers, for saving without pickle.
 
-    On the CPU the tensors are the optimizer's own: save them before the next step. They are read from the optimizer
-    itself, since bitsandbytes' `state_dict` nests some of them.
+    The tensors are the optimizer's own, where they are: save them before the next step. They are read from the
+    optimizer itself, since bitsandbytes' `state_dict` nests some of them.
     """
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def flatten_state(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[d
             if key in _BNB_TABLES:
                 continue
             if isinstance(value, torch.Tensor):
-                tensors[f"{name}|{key}"] = value.detach().cpu().contiguous()
+                tensors[f"{name}|{key}"] = value.detach()
             elif isinstance(value, (int, float, bool)):
                 numbers[f"{name}|{key}"] = value
             else:
@@ -173,30 +173,74 @@ def flatten_state(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[d
     return tensors, numbers
 
 
+class Picked(Mapping[str, torch.Tensor]):
+    """Some saved tensors under other names, each read when it is asked for.
+
+    Args:
+        names: each tensor's name here, and what it is saved as.
+        form: what becomes of a tensor that was read, from its name here and itself.
+    """
+
+    def __init__(
+        self, saved: Mapping[str, torch.Tensor], names: Mapping[str, str],
+        form: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
+    ):  # fmt: skip
+        self._saved, self._names, self._form = saved, names, form
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._form(name, self._saved[self._names[name]])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # a mapping's own would read it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def restore_state(
-    optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, torch.Tensor], numbers: dict[str, Any]
+    optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, torch.Tensor], numbers: dict[str, Any]
 ) -> None:
-    """Inverse of `flatten_state` on an optimizer built over the same parameters in the same order.
+    """Inverse of `flatten_state` on an optimizer built over the same parameters in the same order. Tensors are asked
+    for one by one, and each is put where it stays before the next.
 
     Raises:
         UserError: the state is of other parameters or another optimizer.
     """
     index_of = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, Any]] = {}
-    for flat, value in {**tensors, **numbers}.items():
+    saved: dict[int, dict[str, str]] = {}
+    for flat in (*tensors, *numbers):
         name, _, key = flat.rpartition("|")
         if name not in index_of:
             raise _other_state(f"it holds optimizer state of {name}, which is not trained here")
-        state.setdefault(index_of[name], {})[key] = value
+        saved.setdefault(index_of[name], {})[key] = flat
+
+    def value(flat: str) -> Any:
+        return tensors[flat] if flat in tensors else numbers[flat]
+
     if hasattr(optimizer, "get_state_buffer"):
-        _restore_bitsandbytes(optimizer, state)
-    else:
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        _restore_bitsandbytes(optimizer, saved, value)
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {index: {key: _moved(value(flat), parameters[index]) for key, flat in keys.items()}
+             for index, keys in saved.items()}  # fmt: skip
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _moved(value: Any, parameter: torch.Tensor) -> Any:
+    """State on its parameter's device; numbers that an optimizer keeps on the host (0-D) it moves itself."""
+    return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 @torch.no_grad()
-def _restore_bitsandbytes(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
-    """Into state that the optimizer makes itself, so that paged state is paged again and code tables are shared."""
+def _restore_bitsandbytes(optimizer: Any, state: dict[int, dict[str, str]], read: Callable[[str], Any]) -> None:
+    """Into state that the optimizer makes itself, so that paged state is paged again and code tables are shared.
+
+    Args:
+        state: by parameter: what `read` is asked for to get each of its values.
+    """
     (group,) = optimizer.param_groups
     for index, saved in state.items():
         p = group["params"][index]
@@ -207,11 +251,13 @@ def _restore_bitsandbytes(optimizer: Any, state: dict[int, dict[str, Any]]) -> N
             torch.cuda.synchronize(p.device)  # paged memory is written below by the CPU, after the GPU's zeros
         if set(made) - set(_BNB_TABLES) != set(saved):
             raise _other_state(f"it holds {', '.join(sorted(saved))} per parameter")
-        for key, value in saved.items():
+        for key, flat in saved.items():
+            value = read(flat)
             if isinstance(value, torch.Tensor):
                 made[key].copy_(value)
             else:
                 made[key] = value
+            del value
 
 
 def _other_state(why: str) -> UserError:

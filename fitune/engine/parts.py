@@ -3,6 +3,7 @@ and apart from each other. Every part's mathematics is the whole's: AdamW and it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,7 +74,9 @@ class PartedOptimizer:
         """Of all parts, by parameter."""
         return {p: state for optimizer in self.each.values() for p, state in optimizer.state.items()}
 
-    def restore(self, parts: dict[int, list[str]], tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+    def restore(
+        self, parts: dict[int, list[str]], tensors: Mapping[str, torch.Tensor], numbers: dict[str, Any]
+    ) -> None:  # fmt: skip
         """The state that `optimizers.flatten_state` gave, part by part.
 
         Raises:

@@ -71,6 +71,7 @@ class _Slot:
     free: Any = None  # CUDA event: the last use is done
     ticket: Any = None  # what the feeder's thread still has to do for the newest fetch
     views: dict[Item, list[torch.Tensor]] = field(default_factory=dict)
+    copies: dict[Item, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # (here, in host memory)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Ring:
         self._uses: dict[Item, list[int]] = {}
         self._schedule: list[Item] = []
         self._at = 0
+        self._is_settled = False  # nothing has changed since what can be fetched ahead was
         self._stream: Any = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
@@ -151,6 +153,7 @@ class Ring:
         for position, item in enumerate(self._schedule):
             self._uses.setdefault(item, []).append(position)
         self._at = 0
+        self._is_settled = False
         for slot in self.slots:
             slot.in_use = False  # a step that failed may have left one
         self._fetch_ahead()
@@ -209,6 +212,7 @@ class Ring:
         slot = self._holder(("layer", index))
         if slot is not None:
             slot.item = None
+            self._is_settled = False
 
     def device_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What the ring itself holds on the device, by name; the layers' weights are views of these."""
@@ -244,18 +248,24 @@ class Ring:
     def _enter(self, item: Item) -> _Slot:
         if self._at < len(self._schedule) and self._schedule[self._at] != item:
             self._schedule, self._uses, self._at = [], {}, 0  # not as announced (generation): on demand from here
+            self._is_settled = False
         slot = self._holder(item)
         if slot is None:
             slot = self._victim(self._at, needed_at=None)
             assert slot is not None
             self._fetch(item, slot)
+            self._is_settled = False
         slot.in_use = True
-        self._fetch_ahead()
+        if not self._is_settled:
+            self._fetch_ahead()
         if not slot.waited:
             self._await(slot)
         return slot
 
     def _await(self, slot: _Slot) -> None:
+        if self._stream is not None and slot.ticket is None and slot.ready.query():
+            slot.waited = True  # the copy is over: what is launched from here on sees it
+            return
         with self.meter.waiting():
             if slot.ticket is not None:
                 slot.ticket.wait()
@@ -288,6 +298,7 @@ class Ring:
 
     def _fetch_ahead(self) -> None:
         """Fetch what is needed next into every slot that holds nothing needed sooner."""
+        self._is_settled = True
         seen: set[Item] = set()
         for position in range(self._at, len(self._schedule)):
             item = self._schedule[position]
@@ -318,24 +329,30 @@ class Ring:
         if self.device.type == "meta":
             slot.waited = True
             return
-        origin = self._origin(item)
-        target = slot.buffer[: origin.num_bytes]
         before = self.not_yet(item[1]) if item[0] == "layer" else None
-        is_direct = origin.host is not None and (origin.host.pinned or self.device.type == "cpu")
-        source = None
-        if origin.host is not None and is_direct:
-            source = origin.host.tensor[origin.start : origin.start + origin.num_bytes]
-        if before is not None or source is None:
-            ticket = Ticket(target, origin.read_into, slot.free, slot.ready, self.meter, before, source)
-            slot.ticket = self._feeder.submit(ticket)
-            return
+        pair = slot.copies.get(item)
+        if before is not None or pair is None:
+            origin = self._origin(item)
+            target, source = slot.buffer[: origin.num_bytes], None
+            if origin.host is not None and (origin.host.pinned or self.device.type == "cpu"):
+                source = origin.host.tensor[origin.start : origin.start + origin.num_bytes]
+            if before is not None or source is None:
+                ticket = Ticket(target, origin.read_into, slot.free, slot.ready, self.meter, before, source)
+                slot.ticket = self._feeder.submit(ticket)
+                return
+            pair = slot.copies[item] = target, source
+        self._copy(slot, *pair)
+
+    def _copy(self, slot: _Slot, target: torch.Tensor, source: torch.Tensor) -> None:
+        """From memory that the copying stream can read."""
+        num_bytes = target.numel()
         if self._stream is None:
-            with self.meter.waiting(), self.meter.copying(origin.num_bytes):
+            with self.meter.waiting(), self.meter.copying(num_bytes):
                 target.copy_(source)
             slot.waited = True
             return
         self._stream.wait_event(slot.free)
-        with torch.cuda.stream(self._stream), self.meter.copying(origin.num_bytes, self._stream):
+        with torch.cuda.stream(self._stream), self.meter.copying(num_bytes, self._stream):
             target.copy_(source, non_blocking=True)
         slot.ready.record(self._stream)
 

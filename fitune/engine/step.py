@@ -34,8 +34,9 @@ from fitune.engine.ring import Item
 from fitune.engine.tiled_tail import tail_items, tiled_tail
 
 Observer = Callable[[str, int], None]
-"""Called at the start of a part of the step: ("embed" | "stash" | "forward" | "tail" | "backward" | "optimizer",
-layer or 0); layer -1 of "backward" is the embedding."""
+"""Called at the start of a part of the step: ("embed" | "stash" | "forward" | "tail" | "backward" | "optimizer" |
+"publish", layer or 0); layer -1 of "backward" is the embedding, "publish" comes where ranks exchange what they have
+updated."""
 GradsReady = Callable[[str, int], None]
 """Called when gradients of a part have been added: ("layer", index), ("tail", 0) or ("embed", 0)."""
 
@@ -211,11 +212,11 @@ def forward_layer(driver: Driver, state: Running, index: int, *, stash: Stash, t
     state.batch.enter(driver.built.context)
     if index < stash.num_layers:
         stash.put(index, state)
-        with torch.no_grad():
+        with torch.no_grad(), driver.casts[index]:
             state.hidden = driver.run_layer(index, state.hidden, state.calls[index])
         return
     inputs = state.hidden.detach().requires_grad_(index > 0 or trains_embedding)
-    with torch.enable_grad():
+    with torch.enable_grad(), driver.casts[index]:
         outputs = driver.run_layer(index, inputs, state.calls[index], keep=True)
     state.kept.append((inputs, outputs))
     state.hidden = outputs.detach()
@@ -235,17 +236,18 @@ def backward_layer(
     `frees_output`: the layer's output goes before its backward pass, which needs only the graph that made it.
     """
     state.batch.enter(driver.built.context)
-    if index < stash.num_layers:
-        inputs = stash.take(index, state).detach().requires_grad_(needs_input_grad)
-        with torch.enable_grad():
-            outputs = driver.run_layer_again(index, inputs, state.calls[index])
-    else:
-        inputs, outputs = state.kept.pop()
-    grad, state.grad = state.grad, None
-    if outputs.requires_grad:  # the first layer may have nothing to train (no adapter, frozen embedding)
-        root = get_gradient_edge(outputs) if frees_output else outputs
-        del outputs
-        torch.autograd.backward(root, grad)
+    with driver.casts[index]:
+        if index < stash.num_layers:
+            inputs = stash.take(index, state).detach().requires_grad_(needs_input_grad)
+            with torch.enable_grad():
+                outputs = driver.run_layer_again(index, inputs, state.calls[index])
+        else:
+            inputs, outputs = state.kept.pop()
+        grad, state.grad = state.grad, None
+        if outputs.requires_grad:  # the first layer may have nothing to train (no adapter, frozen embedding)
+            root = get_gradient_edge(outputs) if frees_output else outputs
+            del outputs
+            torch.autograd.backward(root, grad)
     state.grad = inputs.grad
 
 
@@ -326,7 +328,7 @@ def evaluate(
     hidden, calls = driver.record(batch.input_ids, batch.position_ids)
     for index, call in enumerate(calls):
         observe("forward", index)
-        with driver.weights.layer(index), _tiling(driver, mlp_tiles):
+        with driver.weights.layer(index), _tiling(driver, mlp_tiles), driver.casts[index]:
             hidden = driver.run_layer(index, hidden, call)
     observe("tail", 0)
     if driver.tiled_head is not None:

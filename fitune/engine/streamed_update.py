@@ -23,11 +23,26 @@ from fitune.engine.optimizers import _BNB_BLOCK, _BNB_MIN_8BIT
 PIECE_ELEMENTS = 4 * 2**20
 
 
+def buffers(optimizer: str, *, narrow: bool, wide: bool, streams: bool) -> list[tuple[str, int]]:
+    """(what, bytes) of each buffer of one set. (Of small tensors the state is never in 8 bits.)
+
+    Args:
+        narrow, wide: gradients come in 16 bits; others, or the same, in fp32.
+        streams: some working copies are in host memory, in 16 bits.
+    """
+    made = [("master", 4 * PIECE_ELEMENTS)]
+    made += [("gradient in 16 bits", 2 * PIECE_ELEMENTS), ("gradient made wide", 4 * PIECE_ELEMENTS)] if narrow else []
+    made += [("gradient", 4 * PIECE_ELEMENTS)] if wide else []
+    moments, scales = ("first moment", "second moment"), 4 * (PIECE_ELEMENTS // _BNB_BLOCK)
+    made += [(moment, PIECE_ELEMENTS * (4 if optimizer == "adamw" else 1)) for moment in moments]
+    if optimizer == "adamw8bit":
+        made += [("scales of a moment", scales)] * 2 + [("moment of a small tensor", 4 * _BNB_MIN_8BIT)] * 2
+    return made + ([("working copy", 2 * PIECE_ELEMENTS)] if streams else [])
+
+
 def buffer_bytes(optimizer: str) -> int:
-    """Of both sets, for adapters (whose working copies are on the device): master, gradient in 16 bits and in fp32, and
-    the optimizer's state; scales of 8-bit state left out."""
-    state = {"adamw": 8, "adamw8bit": 2}[optimizer]
-    return 2 * PIECE_ELEMENTS * (4 + 2 + 4 + state)
+    """Of both sets, for adapters, whose working copies are on the device and whose gradients are in 16 bits."""
+    return 2 * sum(size for _, size in buffers(optimizer, narrow=True, wide=False, streams=False))
 
 
 @dataclass
@@ -40,6 +55,8 @@ class _Set:
     def take(self, key: str, dtype: torch.dtype, count: int, device: torch.device) -> torch.Tensor:
         """`count` elements; the buffer is made once, for the largest piece."""
         most = PIECE_ELEMENTS // _BNB_BLOCK if key.startswith("absmax") else PIECE_ELEMENTS
+        if key.startswith("state") and dtype == torch.float32:
+            most = min(most, _BNB_MIN_8BIT)  # of tensors too small for 8 bits
         key = f"{key} {dtype}"
         if key not in self.buffers:
             self.buffers[key] = torch.empty(most, dtype=dtype, device=device)

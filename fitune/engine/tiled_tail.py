@@ -134,7 +134,7 @@ def _see_tile(
     if driver.plain_logits:
         wide_CW = chunk.loss.see(logits_CW, first, scratch)
         if wants_grad:
-            chunk.loss.add(wide_CW.mul_(chunk.loss.lift).to(logits_CW.dtype), weight, first)
+            chunk.loss.add(chunk.loss.lifted(wide_CW, logits_CW.dtype), weight, first)
         return
     if not wants_grad:
         chunk.loss.see(driver.after_head(logits_CW), first, scratch)
@@ -143,7 +143,7 @@ def _see_tile(
         logits_CW.requires_grad_()
         final_CW = driver.after_head(logits_CW)
     wide_CW = chunk.loss.see(final_CW, first, scratch)
-    (weights_CW,) = torch.autograd.grad(final_CW, logits_CW, wide_CW.mul_(chunk.loss.lift).to(logits_CW.dtype))
+    (weights_CW,) = torch.autograd.grad(final_CW, logits_CW, chunk.loss.lifted(wide_CW, logits_CW.dtype))
     del final_CW
     column_C1, _ = chunk.loss.place(logits_CW.shape[1], first)
     with torch.enable_grad():

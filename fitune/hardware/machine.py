@@ -115,10 +115,11 @@ def under_wsl(machine: Machine) -> Machine:
     ram = machine.ram_total_bytes // 2
     memory = Memory(ram, ram, machine.ram_limit_source)
     pinned, reason = pinned_limit(memory, wsl=True, platform="linux")
+    windows = f", {format_bytes(machine.pinned_limit_bytes)} of it pinnable"  # of no use to a program in WSL
     more = f"under WSL: {format_bytes(ram)} of the RAM, {format_bytes(pinned)} of it pinnable"
     return dataclasses.replace(
         machine, ram_total_bytes=ram, ram_available_bytes=ram, pinned_limit_bytes=pinned, pinned_limit_reason=reason,
-        platform="linux", assumptions=f"{machine.assumptions}; {more}",
+        platform="linux", assumptions=f"{machine.assumptions.replace(windows, '')}; {more}",
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ _LARGEST_FACTOR = 1 << 40
 _PRODUCTS = ("T", "N", "B", "X", "C", "K", "BP", "BQ", "P", "Q", "NT", "TT", "XX", "BTT", "XT", "PP", "QQ")
 _WORDS = {
     "mm": "matrix product", "addmm": "matrix product", "bmm": "batched matrix product", "_to_copy": "copy",
+    "linear": "matrix product", "to": "copy",
     "empty_like": "result", "empty": "result", "zeros_like": "zeros", "new_empty": "result", "embedding": "embedding",
     "_flash_attention_forward": "attention", "_flash_attention_backward": "gradient of attention", "cat": "joined",
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
@@ -164,6 +165,8 @@ class Cutter:
             return ("~", self._group_ordinal(block, group), "")
         if group == "":
             return (f"@{born.name}", ordinal, "")
+        if group == "g" and self._before[at] == block.part:
+            return (">", self._group_ordinal(block, group), "")
         if group == "c":
             if self._before[at] == block.part:
                 return ("<", self._group_ordinal(block, group), "")

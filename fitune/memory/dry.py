@@ -14,6 +14,7 @@ import torch
 
 from fitune.engine.batch import to_device
 from fitune.engine.engine import Engine
+from fitune.engine.host_masters import HostMasters
 from fitune.engine.optimizers import update_peak_bytes
 from fitune.engine.ranks import Alone
 from fitune.engine.step import evaluate
@@ -127,6 +128,8 @@ class DryRun:
         self._mark_chunks()
         for name, (p, _) in self.engine.masters.pairs.items():
             p.register_post_accumulate_grad_hook(lambda p, name=name: self.follower.claim(p.grad, "gradients", name))
+        if self.engine.in_host is not None:
+            self._claim_sent(self.engine.in_host)
         # the first pass that recomputes a layer finds out what of it can be left out in later ones
         self.step([Rows(1, 8)], loss_chunk=8, recompute_layers=len(self.built.layers))
 
@@ -140,9 +143,15 @@ class DryRun:
         for slot in ring.slots:
             slot.views.clear()
 
-    def step(self, rows: list[Rows], *, loss_chunk: int, recompute_layers: int, first_step: bool = True) -> Follower:
-        """One optimizer step over micro-batches; the run's first makes the optimizer's state."""
+    def step(
+        self, rows: list[Rows], *, loss_chunk: int, recompute_layers: int, first_step: bool = True,
+        together: bool = False,
+    ) -> Follower:  # fmt: skip
+        """One optimizer step over micro-batches; the run's first makes the optimizer's state. `together`: all of them
+        pass each layer before the next, whatever the plan says."""
         plan = self.plan.with_(recompute_layers=recompute_layers, loss_chunk=loss_chunk)
+        if together:
+            plan = plan.with_(accumulation_order="layer-major")
         self._prepare(plan)
         masters = dict(zip(self.names, self.engine.masters.parameters(), strict=True))
         self.engine.optimizer = optimizer = AbstractOptimizer(plan.optimizer, masters, self.follower)
@@ -188,10 +197,24 @@ class DryRun:
                     self.follower.claim(master.grad, "gradients", name)
         self.follower.mark(part, index)
 
+    def _claim_sent(self, masters: HostMasters) -> None:
+        """What is sent to host memory are gradients, those too that were added up on the device before."""
+        send = masters.send
+
+        def claimed(part: int, *, last: bool) -> None:
+            for name in masters.parts.get(part, ()):
+                if name in masters._held:
+                    self.follower.claim(masters._held[name], "gradients", name)
+            send(part, last=last)
+
+        masters.send = claimed  # type: ignore[method-assign]
+
     def _mark_chunks(self) -> None:
         """A part of its own for every chunk of the loss tail, from the first tensor that is made for it."""
         tail = self.engine.driver.tail
         self._chunk = 0
+        if self.engine.in_host is not None and self.plan.method == "full":
+            return  # gradients of the head are added up over chunks: the tail is one part
 
         def marked(hidden: torch.Tensor) -> torch.Tensor:
             self.follower.mark_before(hidden, "chunk", self._chunk)
@@ -205,5 +228,5 @@ class DryRun:
         vocab_size = self.built.model.config.vocab_size
         for block in self.follower.blocks:
             part = self.follower.marks[block.part].name
-            if not block.owner and part == "chunk" and block.shape and block.shape[-1] == vocab_size:
+            if not block.owner and part in ("chunk", "tail") and block.shape and block.shape[-1] == vocab_size:
                 block.owner, block.name = "logits", "logits" if block.op != "_to_copy" else "gradient of the logits"

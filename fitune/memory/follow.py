@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "int64",
     torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
-    torch.uint64: "uint64",
+    torch.uint64: "uint64", torch.complex64: "complex64",
 }  # fmt: skip
 
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from fitune.engine.optimizers import Masters, abstract_state
 from fitune.engine.ring import Ring
+from fitune.memory.in_host import Ends, InHost
 from fitune.memory.pieces import BUFFER, MASTER, Held, Tensor, Trained
+from fitune.memory.states import Dims
 from fitune.model.build import Built
 
 _MOMENTS = {"adamw": ("first moment", "second moment"), "lion": ("moment",), "adafactor": (), "sgd": ()}
@@ -118,8 +121,12 @@ class Holdings:
     shared: tuple[Tensor, ...]
 
 
-def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
-    """Of a built and filled model, the scratch buffer left out (its size depends on the loss chunk)."""
+def holdings(built: Built, masters: Masters | None, optimizer: str) -> Holdings:
+    """Of a built and filled model, the scratch buffer left out (its size depends on the loss chunk).
+
+    Args:
+        masters: None: they are in host memory with the optimizer's state, and nothing of them is on the device.
+    """
     prefix = built.layers_prefix
     tensors: dict[Any, list[Tensor]] = {}
     trained: dict[Any, list[Trained]] = {}
@@ -137,8 +144,9 @@ def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
         owner = "adapters" if ".lora_" in name or name.endswith("magnitude") else "weights"
         tensors.setdefault(where, []).append(Tensor(owner, label, tensor.untyped_storage().nbytes()))
     shared: tuple[Tensor, ...] = ()
-    places = places_of(masters.pairs, prefix)
-    for (name, (parameter, master)), (where, rest) in zip(masters.pairs.items(), places, strict=True):
+    pairs = masters.pairs if masters is not None else {}
+    places = places_of(pairs, prefix)
+    for (name, (parameter, master)), (where, rest) in zip(pairs.items(), places, strict=True):
         label = f"{prefix}.{{layer}}.{rest}" if isinstance(where, int) else name
         if master is not parameter:
             tensors.setdefault(where, []).append(Tensor("weights", MASTER + label, master.numel() * 4))
@@ -153,6 +161,32 @@ def holdings(built: Built, masters: Masters, optimizer: str) -> Holdings:
 
     layers = {i: of(i) for i in range(len(built.layers))}
     return Holdings(layers, of("before"), of("after"), shared)
+
+
+def in_host_of(built: Built, masters: Masters, kinds: tuple[str, ...], traced: tuple[str, ...]) -> InHost:
+    """What is trained of a model of layers of `kinds`, from one with a layer of each kind (`traced`)."""
+    head, embedding = built.model.get_output_embeddings(), built.model.get_input_embeddings()
+    plain = {"before": None, "after": None}  # tables whose gradients are made in parts (model.trained_ends)
+    if type(embedding) is nn.Embedding and embedding.max_norm is None:
+        plain["before"] = embedding.weight
+    if type(head) is nn.Linear:
+        plain["after"] = head.weight
+    layers: dict[Any, list[Dims]] = {}
+    sides: dict[tuple[Any, bool], list[Dims]] = {}
+    places = places_of(masters.pairs, built.layers_prefix)
+    for (where, _), (parameter, master) in zip(places, masters.pairs.values(), strict=True):
+        found = layers.setdefault(where, []) if isinstance(where, int) else None
+        found = sides.setdefault((where, parameter is plain.get(str(where))), []) if found is None else found
+        found.append(tuple(master.shape))
+    tied = tuple(head.weight.shape) if head is not None and head.weight is embedding.weight else None
+    if tied is not None:
+        sides.setdefault(("after", plain["after"] is not None), []).append(tied)
+
+    def side(name: str) -> Ends:
+        return Ends(tuple(sides.get((name, True), ())), tuple(sides.get((name, False), ())))
+
+    each = {kind: tuple(layers.get(i, ())) for i, kind in enumerate(traced)}
+    return InHost(kinds, each, side("before"), side("after"), tied)
 
 
 def largest_weight(built: Built) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fitune.memory.in_host import InHost, held_bytes
 from fitune.plan import Plan
 from fitune.units import MIB
 
@@ -52,6 +53,8 @@ class Facts:
         streamed_bytes: packed weights of the layers that are streamed to the card.
         makes_weights: seeded weights are made tensor by tensor, on the device they are for; nothing is read.
         stored_format: fp32, bf16 or fp16, as the weights are stored; None: only its width is known.
+        in_host: what is trained, where all weights are and their masters are in RAM; None elsewhere.
+        num_rows: most rows of a step; 0: the plan's batch.
     """
 
     num_parameters: int
@@ -71,6 +74,8 @@ class Facts:
     streamed_bytes: int = 0
     makes_weights: bool = False
     stored_format: str | None = None
+    in_host: InHost | None = None
+    num_rows: int = 0
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -100,7 +105,7 @@ def ram(
     owners = {"process": process, **tensors}
     if facts.data_tokens is not None:
         owners["data"] = facts.data_tokens * TOKEN_BYTES
-    for owner, size in beside_card(plan, facts).items():
+    for owner, size in beside_card(plan, facts, phase).items():
         owners[owner] = owners.get(owner, 0) + size
     if plan.device == "cpu" and phase not in ("load", "resume"):
         room = 0 if phase in ("first_step", "step") else kept_bytes
@@ -122,40 +127,48 @@ def loader_bytes(plan: Plan, facts: Facts) -> int:
 
 
 def staging_bytes(phase: str, plan: Plan, facts: Facts) -> int:
-    """Copies of what is trained and of the optimizer's state on their way to a file (safetensors makes its bytes of all
-    tensors at once; a card's are copied to RAM before) or back."""
-    copies = 2 if phase == "save" and plan.device == "cuda" else 1
-    return copies * facts.checkpoint_bytes
+    """What is trained and the optimizer's state on their way to a file (one copy in RAM, which is written in the
+    background) or back. Masters that are in RAM are saved from where they are, unless a copy takes a quarter of the
+    free RAM at most, and read tensor by tensor, as their state is."""
+    if facts.in_host is not None:
+        return 0 if phase == "save" else 4 * facts.largest_values
+    return facts.checkpoint_bytes
 
 
-def beside_card(plan: Plan, facts: Facts) -> dict[str, int]:
-    """What of the model and of a step is in RAM all the time though a card computes."""
+def beside_card(plan: Plan, facts: Facts, phase: str = "step") -> dict[str, int]:
+    """What of the model and of a step is in RAM though a card computes: all the time, but for what full fine-tuning
+    with masters there makes in its first step."""
     width = WIDTHS[plan.precision]
     table = facts.vocab_size * facts.hidden_size * width
     owners = {
         "embedding": table if plan.embedding_place == "host" else 0,
         "head": table if plan.head_place == "host" and facts.has_head else 0,
         "streamed weights": facts.streamed_bytes if plan.stream_from in ("pinned", "pageable") else 0,
-        "masters and state": 4 * facts.num_trained + facts.state_bytes if plan.optimizer_place != "device" else 0,
-        "gradients": 4 * facts.num_trained if plan.optimizer_place != "device" else 0,
         "staging": STAGING_BYTES if plan.stream_from in ("pageable", "disk") and plan.device == "cuda" else 0,
     }
-    if plan.offload_inputs:
+    if facts.in_host is not None:
+        targets = plan.micro_batch * max(1, facts.row_width - 1)
+        found = held_bytes(facts.in_host, plan, facts.num_rows or plan.batch, targets)
+        there = {"load": ("masters",), "resume": ("masters", "optimizer state", "working copies")}.get(phase, found)
+        owners |= {owner: found[owner] for owner in found if owner in there}
+    elif plan.optimizer_place != "device":
+        owners |= {"masters and state": 4 * facts.num_trained + facts.state_bytes, "gradients": 4 * facts.num_trained}
+    if plan.offload_inputs and not (facts.in_host is not None and phase in ("load", "resume")):
         num_rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
         rows = num_rows * facts.row_width
         owners["inputs"] = plan.recompute_layers * rows * facts.hidden_size * width
     return {owner: size for owner, size in owners.items() if size}
 
 
-def pinned(plan: Plan, facts: Facts) -> dict[str, int]:
+def pinned(plan: Plan, facts: Facts, phase: str = "step") -> dict[str, int]:
     """The part of it that is pinned, which the card's driver copies on its own."""
     if plan.device != "cuda":
         return {}
-    wanted = {"inputs", "staging", "gradients"}
-    wanted |= {"masters and state"} if plan.optimizer_place == "streamed" else set()
+    wanted = {"inputs", "staging", "gradients", "working copies"}
+    wanted |= {"masters and state", "masters", "optimizer state"} if plan.optimizer_place == "streamed" else set()
     wanted |= {"streamed weights"} if plan.stream_from == "pinned" else set()
     wanted |= {"head"} if plan.stream_from != "pageable" else set()
-    return {owner: size for owner, size in beside_card(plan, facts).items() if owner in wanted}
+    return {owner: size for owner, size in beside_card(plan, facts, phase).items() if owner in wanted}
 
 
 def merge_ram(facts: Facts) -> dict[str, int] | None:

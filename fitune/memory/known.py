@@ -18,6 +18,7 @@ from typing import Any
 from fitune.memory import codec, shipped, trace_cache
 from fitune.memory.entry import Entry
 from fitune.memory.events import Event
+from fitune.memory.in_host import InHost
 from fitune.memory.replay import StepTerms
 from fitune.memory.script import Script
 from fitune.memory.shipped import CatalogConfig
@@ -104,20 +105,28 @@ class Known:
         source = self._source()
         return source if isinstance(source, Script) else source.script()
 
-    def script_at(self, num_rows: int, num_columns: int, loss_chunk: int, together: int | None = None) -> Script:
+    def in_host_sizes(self) -> InHost:
+        """What is trained, where its masters are in host memory (see `memory.trace.Tracer`)."""
+        found: InHost = self._source().in_host_sizes()
+        return found
+
+    def script_at(
+        self, num_rows: int, num_columns: int, loss_chunk: int, together: int | None = None, keeps: bool = True
+    ) -> Script:
         """The step at one shape: the script for every shape where there is one, else a trace of this shape.
 
         Args:
             together: micro-batches that pass each layer before the next; None: the plan's.
+            keeps: see `memory.trace.Tracer.script_at`.
         """
         source = self._source()
         if isinstance(source, Script):
             return source
         assert self._entry is not None
-        made: Script = source.script_at(num_rows, num_columns, loss_chunk, together)
+        made: Script = source.script_at(num_rows, num_columns, loss_chunk, together, keeps)
         if self.plan.optimizer == BASE:
             return made
-        key = (num_rows, num_columns, loss_chunk, together)
+        key = (num_rows, num_columns, loss_chunk, together, keeps)
         if key not in self._scripts:
             self._scripts[key] = with_optimizer(made, self._entry.dims, self.plan.optimizer)
         return self._scripts[key]
@@ -195,14 +204,16 @@ def versions() -> dict[str, str]:
 
 def abilities(config: Any) -> tuple[bool, bool]:
     """(whether the model's class calls attention through transformers' interface, whether packed rows are possible as
-    far as its layers go: none carries state across a row)."""
+    far as its layers go: none carries state across a row, or counts its tokens)."""
     if isinstance(config, CatalogConfig):
         return config.uses_interface, config.can_pack
     from transformers import AutoModelForCausalLM
 
-    from fitune.model.attention import uses_interface
+    from fitune.model.attention import packs, uses_interface
     from fitune.model.build import RECURRENT_LAYERS
 
     recurrent = any(kind in RECURRENT_LAYERS for kind in getattr(config, "layer_types", None) or ())
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return model_class is not None and uses_interface(model_class), not recurrent
+    if model_class is None:
+        return False, False
+    return uses_interface(model_class), packs(model_class) and not recurrent

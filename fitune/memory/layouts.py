@@ -201,7 +201,7 @@ def _stage(terms: StepTerms, plan: Plan, ends: Ends, micro_batches: int, stage: 
     backward: the first pass is that of the first, beside what the others have left; the later one that of the second,
     which meets the first one's gradients. Layers of other stages are kinds without any bytes, so that a policy counts
     layers as it does elsewhere."""
-    own = layers_of(len(terms.kinds), stage, plan.world_size)
+    own = layers_of(len(terms.kinds), stage, plan.world_size, plan.stages)
     is_first, is_last = stage == 0, stage == plan.world_size - 1
     kinds = tuple(kind if index in own else _ABSENT for index, kind in enumerate(terms.kinds))
     layers = {kind: terms.layers[kind] for kind in dict.fromkeys(kinds) if kind != _ABSENT}
@@ -210,7 +210,7 @@ def _stage(terms: StepTerms, plan: Plan, ends: Ends, micro_batches: int, stage: 
     share = trained / terms.other_trained_bytes if terms.other_trained_bytes else 0.0
 
     hidden = terms.first_pass.first.stash.delta_bytes
-    received = Part(hidden, hidden)
+    received = Part(hidden, hidden)  # another one's room is kept for exchanges after a failure: `_raised` below
     both = together(terms.first_pass, terms.later_pass, micro_batches)
 
     def passed(parts: PassParts, count: int, *, tail: bool) -> PassParts:
@@ -230,7 +230,7 @@ def _stage(terms: StepTerms, plan: Plan, ends: Ends, micro_batches: int, stage: 
             ends_of = _kept(ends_of[0], count), _kept(ends_of[1], count)
         kinds = {kind: layer(parts.kinds[kind]) for kind in layers if kind in parts.kinds}
         return PassParts(
-            embed=_times(parts.embed if is_first else received, count),
+            embed=_raised(_times(parts.embed if is_first else received, count), hidden),
             first=layer(parts.first) if is_first else _NO_PARTS,
             kinds=kinds | {_ABSENT: _NO_PARTS},
             tail_after_recompute=ends_of[0],
@@ -248,7 +248,7 @@ def _stage(terms: StepTerms, plan: Plan, ends: Ends, micro_batches: int, stage: 
         other_state_bytes=int(terms.other_state_bytes * share),
         first_pass=passed(terms.first_pass, micro_batches, tail=True),
         later_pass=passed(terms.later_pass, max(1, micro_batches - 1), tail=False),
-        eval_embed=terms.eval_embed if is_first else received,
+        eval_embed=_raised(terms.eval_embed if is_first else received, hidden),
         eval_tail=terms.eval_tail if is_last else _NOTHING,
     )
 

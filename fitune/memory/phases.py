@@ -190,12 +190,12 @@ def _phase(
     peak = highest(replayed.moments)
     tensors = {owner: size for owner, size in peak.owners.items() if size}
     if plan.device != "cuda":
-        return Phase(name, {}, host.ram(name, plan, facts, tensors, kept_bytes), host.pinned(plan, facts),
+        return Phase(name, {}, host.ram(name, plan, facts, tensors, kept_bytes), host.pinned(plan, facts, name),
                      host.disk(name, plan, facts), False, peak.place, sum(tensors.values()))  # fmt: skip
     device = {**tensors, "context": overheads.context_bytes}
     if replayed.reserved_bytes is not None:
         device[SLACK] = replayed.reserved_bytes - sum(tensors.values())
-    return Phase(name, device, host.ram(name, plan, facts, {}), host.pinned(plan, facts),
+    return Phase(name, device, host.ram(name, plan, facts, {}), host.pinned(plan, facts, name),
                  host.disk(name, plan, facts), True, peak.place)  # fmt: skip
 
 

@@ -17,7 +17,7 @@ MASTER = "fp32 master of "  # begins the label of a 16-bit trained tensor's copy
 BUFFER = " (buffer)"  # ends that of a module's buffer, which stays on the device
 WIDTHS = {
     "fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "uint64": 8,
+    "uint64": 8, "complex64": 8,
 }  # fmt: skip
 
 Term = tuple[int, str]
@@ -66,7 +66,8 @@ Op = tuple[str, int, str]
 """(source, number, group). Source "" is the birth of template `number`; `group` says who lets go of it where that is
 not the layer itself: "c" the next part in order (hidden states, their gradient), "g" the optimizer (gradients), "n" the
 next loss chunk, "b" the pass's end (buffers for inputs that come back from host memory), "s" the next step. Any other
-source is the death of a block, the `number`th (in order of birth): "." of those born in this part; "@name" of those
+source is the death of a block, the `number`th (in order of birth): "." of those born in this part; ">" of the
+gradients of the layer above that are on their way to host memory; "@name" of those
 born in the same layer's part `name`; "#name" of those born in this pass's `name` ("embed", "tail", or the step's
 "start"); "<" of group "c" of the part before this one; "^" of group "c" of the part that ran before this layer's
 forward pass; "<<" of group "c" of the layer before the layer before this one; "%" of group "b" of this pass; "~" of

@@ -52,6 +52,8 @@ class Script:
         narrow: the script for one row, where the program runs differently then.
         tile_bytes: of the widest tile of a head in host memory, which passes through the ring too; 0 without one.
         group: micro-batches whose tails go through a head in host memory together; 1 where that was not traced.
+        in_host: masters and optimizer state are in host memory, and gradients go there (full fine-tuning).
+        whole: segments are of all `group` micro-batches, which pass each layer together.
         placement: what waits outside the device, and how micro-batches are ordered; no part of a trace.
     """
 
@@ -71,6 +73,8 @@ class Script:
     narrow: Script | None = None
     tile_bytes: int = 0
     group: int = 1
+    in_host: bool = False
+    whole: bool = False
     placement: Placement = Placement()
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -93,6 +97,11 @@ class Script:
         """What a layer holds on the device all the time."""
         held = self.layers[self.kinds[layer]]
         return held.without_frozen() if layer in self.placement.streamed else held
+
+    @property
+    def together(self) -> int:
+        """Passes whose parts are played together."""
+        return 1 if self.whole else self.placement.together
 
     @property
     def ring(self) -> Held:
@@ -138,7 +147,7 @@ class Script:
             script,
             (num_rows, num_columns, loss_chunk),
             recompute_layers=recompute_layers,
-            num_micro_batches=max(self.placement.together, 2 if accumulates else 1),
+            num_micro_batches=1 if self.whole else max(self.placement.together, 2 if accumulates else 1),
             first_step=first_step,
             most_chunks=most_chunks,
         )
@@ -180,6 +189,8 @@ def _packed(script: Script) -> dict[str, Any]:
         del values["tile_bytes"]
     if script.group == 1:
         del values["group"]
+    assert not script.in_host and not script.whole, "traced for every shape by itself, and not kept"
+    del values["in_host"], values["whole"]
     distinct: dict[str, int] = {}
     keys = {}
     for key, segment in script.segments.items():

@@ -7,7 +7,9 @@ Keys of a script's segments: "start" (one micro-batch's tensors, then the runnin
 "first" for layer 0 and the layer's kind for all others; POLICY r (recompute) or k (keep). Where inputs of recomputed
 layers wait in host memory there is no "stash", "forward|LAYER|r|second" is layer 1's and "backward|LAYER|r|turn" that
 of the last recomputed layer, which makes the buffers for what comes back. "g|tail|POLICY" is the tail of micro-batches
-that pass a head in host memory together, as one of all their rows. Plain Python.
+that pass a head in host memory together, as one of all their rows. Where gradients leave for host memory
+"PASS|leave|LAYER|POLICY" is the order in which those of a layer go, at the end of the backward pass of the next one.
+Plain Python.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int]
 GRADIENT = "gradient of "
 SECOND, TURN = "|second", "|turn"
+LEAVE = "leave"
 GROUP = "g"
 
 
@@ -36,6 +39,7 @@ class _Made:
     blocks: list[int]
     handed: list[int]
     next_chunk: list[int]
+    gradients: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class Splicer:
         self._pass = _Pass("0")
         self.gradients: dict[tuple[int, str], int] = {}
         self._buffers: list[int] = []  # for inputs that come back from host memory
+        self._leaving: list[int] = []  # a layer's gradients, on their way to host memory
 
     def _resolved(self, tokens: int) -> list[tuple[int, str, str]]:
         if tokens not in self._templates:
@@ -107,6 +112,10 @@ class Splicer:
             here.before_forward[index] = here.latest
         segment = self.script.segments[f"{here.run}|{key}"] if segment is None else segment
         self._play(segment, made, name, index, index if in_layer else -1, tokens)
+        if name == "backward" and in_layer and self.script.in_host:
+            self._let_go("backward", index)
+            order = self.script.segments["|".join([here.run, LEAVE, *key.split("|")[1:3]])]
+            self._leaving = [made.gradients[number] for _, number, _ in order]
         here.made[name, index] = made
         if in_layer and name != "stash":
             here.latest = made
@@ -116,6 +125,9 @@ class Splicer:
         resolved = self._resolved(self.shape[2] if tokens is None else tokens)
         shown = "tail" if name == "chunk" else name
         for source, number, group in segment:
+            if source == ">":
+                self._let_go(shown, layer)
+                continue
             if source:
                 self.death(self._find(source, number, made, index), shown, layer)
                 continue
@@ -130,6 +142,7 @@ class Splicer:
             elif group == "b":
                 self._buffers.append(block)
             elif group == "g":
+                made.gradients.append(block)
                 self.gradients[layer, self.script.templates[number].what.removeprefix(GRADIENT)] = block
             if name == "backward" and index < 0 and number == table_gradient(self.script):
                 scratch = embedding_scratch(self.script, self.shape[0] * self.shape[1])
@@ -137,6 +150,12 @@ class Splicer:
                     self.templates.append((number, tokens))  # no part of a script: `terms` adds it by itself
                     label = "sums of the embedding's gradient"
                     self.death(self.birth(scratch, "temporary", label, shown, layer), shown, layer)
+
+    def _let_go(self, part: str, layer: int) -> None:
+        """The gradients of the layer above have left."""
+        for block in self._leaving:
+            self.death(block, part, layer)
+        self._leaving = []
 
     def _find(self, source: str, number: int, made: _Made, index: int) -> int:
         here = self._pass
@@ -329,6 +348,7 @@ class Splicer:
         model's context keeps of the last one."""
         blocks = self._start.blocks[:-1]
         groups = [group for _, _, group in self.script.segments["start"][:-1]]
+        groups = groups[len(groups) - len(groups) // (self.script.group if self.script.whole else 1) :]
         last = len(blocks) - len(groups)
         found = []
         for start in range(last, -1, -len(groups)):  # a Python list lets go of its last element first
@@ -405,7 +425,7 @@ def step_events(
     _load(splicer, with_state=not first_step)
     splicer.start(num_micro_batches)
     runs = ["1" if number else "0" for number in range(num_micro_batches)]
-    together = script.placement.together
+    together = script.together
     for at in range(0, num_micro_batches, together):
         splicer.forward_backward(runs[at : at + together], script.kinds, recompute_layers)
     play_update(splicer, first_step, _trained(script))

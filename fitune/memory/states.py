@@ -34,12 +34,12 @@ class TrainedDims:
 
 
 def dims_of(tracer: Any) -> TrainedDims:
-    """Of a live tracer (`memory.trace.Tracer`)."""
+    """Of a live tracer (`memory.trace.Tracer`); of one whose masters are in host memory nothing."""
     from fitune.memory.held import places_of
     from fitune.memory.trace import layer_kinds
 
     groups: dict[Any, list[Dims]] = {}
-    pairs = tracer.dry.engine.masters.pairs
+    pairs = {} if tracer.in_host else tracer.dry.engine.masters.pairs
     places = places_of(pairs, tracer.dry.built.layers_prefix)
     for (where, _), (_, master) in zip(places, pairs.values(), strict=True):
         groups.setdefault(where, []).append(tuple(master.shape))

@@ -33,10 +33,20 @@ def representatives(script: Script) -> tuple[str, ...]:
     return (script.kinds[0], *dict.fromkeys(script.kinds[1:]))
 
 
+def _played(script: Script) -> tuple[tuple[str, ...], dict[str, int]]:
+    """(layers that are played for the sums, kind of layer to the one that stands for it). Where gradients leave it is
+    one that is neither the second nor the last: these find other blocks to let go."""
+    kinds = representatives(script)
+    if not script.in_host or len(kinds) == 1:
+        return kinds, {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in kinds}
+    others = kinds[1:]
+    at = {kinds[0]: 0} | {kind: 1 + len(others) + i for i, kind in enumerate(others)}
+    return (kinds[0], *others, *others, others[-1]), at
+
+
 def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
     """See `Script.terms`."""
-    kinds = representatives(script)
-    at = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in kinds}
+    at = _played(script)[1]
     offloads = _offloads(script)
     sizes, num_chunks = _sizes(script, num_rows, num_columns, loss_chunk)
     again, keep, evaluation = (_measured(sums, sizes) for sums in _sums(script, num_chunks))
@@ -53,19 +63,25 @@ def step_terms(script: Script, num_rows: int, num_columns: int, loss_chunk: int)
             held = _held_bytes((script.layers[kind],), script.granule)
             layers[kind] = LayerTerms(*held, eval_forward=evaluation["e", "forward", at[kind]])
     at |= {name: at[script.kinds[layer]] for layer, name in enumerate(names)}
-    first, later = _pass_parts("0", again, keep, at), _pass_parts("1", again, keep, at)
+    first = _pass_parts("0", again, keep, at)
+    later = first if script.whole else _pass_parts("1", again, keep, at)
     table_scratch = embedding_scratch(script, num_rows * num_columns)
     if table_scratch:
         first, later = (
             replace(parts, embed_backward=_with_scratch(parts.embed_backward, sizes, script, table_scratch))
             for parts in (first, later)
         )
-    if script.placement.together > 1:
+    if script.together > 1:
         first = later = together(first, later, script.placement.together)
-    if script.placement.together == script.group > 1:
+    if script.together == script.group > 1:
         first = later = replace(
             first, tail_after_recompute=_group_tail(script, "r", sizes), tail_after_keep=_group_tail(script, "k", sizes)
         )
+    if script.in_host:
+        first, later = (_with_gradients(parts, script, sizes) for parts in (first, later))
+        if len(names) > 2 and offloads:  # the second layer lets go of less than those behind it
+            spare = again["0", "forward", 1].delta_bytes - again["0", "forward", at[names[1]]].delta_bytes
+            first, later = (_with_spare(parts, spare) for parts in (first, later))
     if offloads:
         buffers = [sizes[number] for _, number, group in script.segments[offloads] if group == "b"]
         first, later = _with_buffers(first, sum(buffers[1:])), _with_buffers(later, sum(buffers[1:]))
@@ -107,17 +123,22 @@ def _sums(script: Script, num_chunks: int) -> tuple[Sums, Sums, Sums]:
     count = min(num_chunks, _MOST_CHUNKS)
     key = ("sums", count)
     if key not in script._cache:
-        kinds = representatives(script)
+        kinds = _played(script)[0]
         # any shape with that many chunks, the last one partial; a script of one shape is asked at it, whose chunks in
         # the middle are told once where they leave nothing
         rows, columns, chunk = script.at or (2, 2 + count, {1: 6, 2: 4, 3: 3}[count])
-        made = []
+        made: list[Sums] = []
         # an extra layer that sends its input to host memory last: the others stand for all that are not the last
-        longer = (*kinds, kinds[-1]) if _offloads(script) else kinds
+        longer = (*kinds, kinds[-1]) if _offloads(script) and not script.in_host else kinds
+        runs = ("0",) if script.whole else ("0", "1")
+        knows_kept = "0|forward|first|k" in script.segments
         for some, recompute in ((longer, len(longer)), (kinds, 0)):
+            if recompute == 0 and not knows_kept:
+                made.append(made[0])  # not asked for
+                continue
             splicer = Splicer(script, (rows, columns, chunk), _MOST_CHUNKS)
             splicer.start(1)
-            for run in ("0", "1"):
+            for run in runs:
                 splicer.forward_backward((run,), some, recompute)
             made.append(_signed(splicer, chunk))
         splicer = Splicer(script, (rows, columns, chunk), _MOST_CHUNKS)
@@ -192,6 +213,27 @@ def _with_buffers(parts: PassParts, num_bytes: int) -> PassParts:
     """The last recomputed layer's backward pass makes two buffers, which go with the first layer's. Here one of them is
     there all the time, and so is the input that leaves last, in place of the other: it goes before they are made."""
     return replace(parts, first=replace(parts.first, stash=Part(num_bytes, num_bytes)))
+
+
+def _with_gradients(parts: PassParts, script: Script, sizes: list[int]) -> PassParts:
+    """With gradients that go to host memory: a layer's leave at the end of the backward pass of the one below it. Here
+    the last layer finds as many as it leaves behind, as every other one does."""
+    where = script.kinds[-1] if len(script.kinds) > 1 else "first"
+    segment = next(script.segments[key] for key in script.segments if key.startswith(f"0|backward|{where}|"))
+    left = sum(sizes[number] for source, number, group in segment if not source and group == "g")
+
+    def later(tail: Part) -> Part:
+        return Part(tail.peak_bytes, tail.delta_bytes + left)
+
+    return replace(parts, tail_after_recompute=later(parts.tail_after_recompute),
+                   tail_after_keep=later(parts.tail_after_keep))  # fmt: skip
+
+
+def _with_spare(parts: PassParts, num_bytes: int) -> PassParts:
+    """The first layer's forward pass leaves so much more."""
+    forward, backward = parts.first.recompute
+    recompute = Part(forward.peak_bytes, forward.delta_bytes + num_bytes), backward
+    return replace(parts, first=replace(parts.first, recompute=recompute))
 
 
 def together(first: PassParts, later: PassParts, count: int) -> PassParts:

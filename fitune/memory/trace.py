@@ -16,11 +16,12 @@ from fitune.memory.cut import CutPart, Cutter, Fitter, NotRegular, Shape, cut
 from fitune.memory.dry import DryRun, Rows
 from fitune.memory.events import GRANULE, Event
 from fitune.memory.follow import Follower
-from fitune.memory.held import holdings, largest_weight, layer_of
+from fitune.memory.held import holdings, in_host_of, largest_weight, layer_of
+from fitune.memory.in_host import InHost, is_in_host
 from fitune.memory.pieces import Op, Segment, Template
 from fitune.memory.replay import StepTerms
 from fitune.memory.script import Script, placement_of
-from fitune.memory.splice import GROUP, SECOND, TURN
+from fitune.memory.splice import GROUP, LEAVE, SECOND, TURN
 from fitune.model.build import Built, make_scratch
 from fitune.plan import Plan
 
@@ -98,8 +99,8 @@ class Tracer:
 
     Streamed layers, layer-major order, a head and saved inputs in host memory are exact, but for the loss tail of
     micro-batches that pass the layers together with a head in host memory: it is that of one micro-batch of all their
-    rows, whose chunks end elsewhere (less than one chunk's difference). Masters in host memory are not traced: see
-    `planner.placement`.
+    rows, whose chunks end elsewhere (less than one chunk's difference). Masters in host memory are traced, shape by
+    shape, where all weights are trained; adapters' are not: see `planner.placement`.
 
     Args:
         irregular: no script for every shape is looked for, since an earlier time has found none.
@@ -112,6 +113,7 @@ class Tracer:
         self.config = shortened(config, self.kinds, of_each=2 if plan.offload_inputs else 1)
         self.granule = GRANULE if plan.device == "cuda" else 1
         self.placement = placement_of(plan)
+        self.in_host = is_in_host(plan)
         self.dry = DryRun(self.config, _untouched(plan))
         if plan.head_place == "host" and self.placement.streamed:
             held = holdings(self.dry.built, self.dry.engine.masters, plan.optimizer)
@@ -121,9 +123,11 @@ class Tracer:
         self._script: Script | None = None
         # why there is no script for every shape
         self._why_not: str | None = "an earlier trace has found no expressions" if irregular else None
+        if self.in_host:
+            self._why_not = "gradients leave for host memory"
         if plan.mlp_tiles > 1:
             self._why_not = "sizes of the pieces of an MLP are rounded"
-        self._scripts: dict[tuple[int, int, int, int], Script] = {}
+        self._scripts: dict[tuple[int, int, int, int, bool], Script] = {}
 
     def script(self) -> Script:
         """The step at any shape. Made once, from a few traces.
@@ -142,20 +146,28 @@ class Tracer:
                 raise
         return self._script
 
-    def script_at(self, num_rows: int, num_columns: int, loss_chunk: int, together: int | None = None) -> Script:
+    def script_at(
+        self, num_rows: int, num_columns: int, loss_chunk: int, together: int | None = None, keeps: bool = True
+    ) -> Script:
         """The step at one shape: the general script where there is one, else a trace of this shape. Cached.
 
         Args:
             together: micro-batches that pass each layer before the next; None: the plan's.
+            keeps: layers may keep their activations (False: where masters are in host memory it is not looked at).
         """
         try:
             return self.script()
         except NotRegular:
             together = self.placement.together if together is None else together
-            key = (num_rows, num_columns, loss_chunk, together)
+            key = (num_rows, num_columns, loss_chunk, together, keeps)
             if key not in self._scripts:
-                self._scripts[key] = _Builder(self).at(*key).placed(self.placement)
+                made = _Builder(self).in_host(*key) if self.in_host else _Builder(self).at(*key[:-1])
+                self._scripts[key] = made.placed(self.placement)
             return self._scripts[key]
+
+    def in_host_sizes(self) -> InHost:
+        """What is trained, where its masters are in host memory."""
+        return in_host_of(self.dry.built, self.dry.engine.masters, self.kinds, layer_kinds(self.config))
 
     def terms(self, num_rows: int, num_columns: int, loss_chunk: int) -> StepTerms:
         """Terms of a step at micro-batches of [num_rows, num_columns]. Cached per shape."""
@@ -209,6 +221,19 @@ class _Builder:
         else:
             together = 1
         return replace(self._script(), at=(num_rows, num_columns, loss_chunk), group=together, _cache={})
+
+    def in_host(self, num_rows: int, num_columns: int, loss_chunk: int, together: int, keeps: bool) -> Script:
+        """The script at one shape where gradients leave for host memory: of all micro-batches that pass the layers
+        together, or of one, and of another after it."""
+        shape, count = Shape(num_rows, num_columns, loss_chunk), len(self.kinds)
+        if -(-shape.num_targets // loss_chunk) > 3:
+            shape = self._limited(shape)
+        fitter = Fitter([shape], constant=True)
+        whole = together > 1
+        for recompute in self._cuts() if keeps else [count]:
+            self._add(self._run(shape, recompute, together if whole else 2, whole), fitter, recompute, whole=whole)
+        self._add(self._evaluation(shape), fitter, 0)
+        return replace(self._script(), at=(num_rows, num_columns, loss_chunk), group=together, whole=whole, _cache={})
 
     def _limited(self, shape: Shape) -> Shape:
         """Many loss chunks are traced as three, the partial one last; with a head in host memory many blocks of them,
@@ -265,16 +290,18 @@ class _Builder:
     def _rows(self, shape: Shape) -> Rows:
         return Rows(shape.num_rows, shape.num_columns, shape.limit)
 
-    def _run(self, shape: Shape, recompute: int, micro_batches: int) -> Run:
+    def _run(self, shape: Shape, recompute: int, micro_batches: int, together: bool = False) -> Run:
         rows = [self._rows(shape)] * micro_batches
-        follower = self.dry.step(rows, loss_chunk=shape.loss_chunk, recompute_layers=recompute)
+        follower = self.dry.step(rows, loss_chunk=shape.loss_chunk, recompute_layers=recompute, together=together)
         return follower, cut(follower)
 
     def _evaluation(self, shape: Shape) -> Run:
         follower = self.dry.evaluation(self._rows(shape), loss_chunk=shape.loss_chunk)
         return follower, cut(follower, evaluation=True)
 
-    def _add(self, run: Run, fitter: Fitter, recompute: int, has_tail: bool = True) -> None:
+    def _add(
+        self, run: Run, fitter: Fitter, recompute: int, has_tail: bool = True, whole: bool = False
+    ) -> None:  # fmt: skip
         follower, parts = run
         cutter = Cutter(follower, parts)
         last_chunk = max((part.index for part in parts if part.name == "chunk"), default=-1)
@@ -283,10 +310,34 @@ class _Builder:
                 continue
             key = self._key(part, recompute, last_chunk)
             segment = self._segment(cutter, at, fitter)
-            if part.name == "start" and key == "start":
+            if part.name == "start" and key == "start" and not whole:
                 segment = self._one_micro_batch(segment)
-            if self._segments.setdefault(key, segment) != segment:
-                raise NotRegular(f"{key} is not always the same")
+            order = tuple(op for op in segment if op[0] == ">")
+            if order:
+                self._learn(self._leaves(cutter, at, recompute), order)
+                segment = self._with_one_leaving(segment, order, part)
+            self._learn(key, segment)
+
+    def _learn(self, key: str, segment: Segment) -> None:
+        if self._segments.setdefault(key, segment) != segment:
+            raise NotRegular(f"{key} is not always the same")
+
+    def _leaves(self, cutter: Cutter, at: int, recompute: int) -> str:
+        """Key of the order in which the gradients of the layer before a part leave."""
+        before = cutter._before[at]
+        assert before is not None
+        above = cutter.parts[before]
+        where = self.kinds[above.index] if above.index else "first"
+        return "|".join([above.run, LEAVE, where, "r" if above.index < recompute else "k"])
+
+    def _with_one_leaving(self, segment: Segment, order: Segment, part: CutPart) -> Segment:
+        """Gradients leave all at once: at the end of a layer (which then need not be said, so that the last layer, with
+        none above it, is as the others), before the pass's end, or where the embedding makes room for its own."""
+        first = segment.index(order[0])
+        rest = segment[first + len(order) :]
+        if segment[first : first + len(order)] != order:
+            raise NotRegular(f"gradients do not leave at once in {part.name} {part.index}")
+        return (*segment[:first], (">", 0, ""), *rest) if rest or not part.in_layer else segment[:first]
 
     def _one_micro_batch(self, segment: Segment) -> Segment:
         half = (len(segment) - 1) // 2
@@ -345,8 +396,9 @@ class _Builder:
 
     def _script(self) -> Script:
         plan, built = self.tracer.plan, self.dry.built
-        held = holdings(built, self.dry.engine.masters, plan.optimizer)
-        masters = self.dry.engine.masters.parameters()
+        in_host = self.tracer.in_host
+        held = holdings(built, None if in_host else self.dry.engine.masters, plan.optimizer)
+        masters = [] if in_host else self.dry.engine.masters.parameters()
         return Script(
             kinds=self.tracer.kinds,
             granule=self.tracer.granule,
@@ -361,6 +413,7 @@ class _Builder:
             update_bytes=update_peak_bytes(plan.optimizer, masters),
             largest_weight_bytes=largest_weight(built),
             tile_bytes=_tile_bytes(built),
+            in_host=in_host,
         )
 
 

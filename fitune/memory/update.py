@@ -38,6 +38,14 @@ def play_update(splicer: Splicer, first_step: bool, trained: list[tuple[int, Tra
 
     mean = scalar("mean loss")
     gone(splicer.loss_block())
+    if script.in_host:  # the norm comes from there, and no master is on the device
+        norm = scalar("norm of all gradients")
+        gone(scalar("loss and norm", num_bytes=8))
+        if script.clips:
+            _clip(scalar, gone)
+        for block in [*splicer.batch_blocks(), mean, norm]:
+            gone(block)
+        return
     pieces = None
     if script.on_cuda:
         numels = [tensor.numel for _, tensor, block in gradients if block is not None]

@@ -10,15 +10,16 @@ weights and s of optimizer state (sources: https://arxiv.org/abs/1910.02054, sec
 | fp32 masters | 4 P / N | 4 P / N | 4 P / N |
 | optimizer state | s / N | s / N | s / N |
 | gradients, fp32 | 4 P, and 2 P in 16 bit | 4 P / N | 4 P / N |
+| of them in the update (zero1: in bf16 all) | 4 P / N | 4 P / N | 4 P / N |
 | their flat copy in the update | 4 P / N | 4 P / N | 4 P / N |
 | bucket of gradients | 32 MiB (zero2 in 16 bit: half) | | 32 MiB |
 | gathered weights | - | - | one unit and c times 32 Mi elements ahead of it |
 
 DeepSpeed keeps a master beside each fp32 weight too, and stage 3 its gradients' tensor and bucket between steps. Left
 out: parts are rounded up (to 2 N elements in all, for stage 3 to N elements per tensor), the rest of a gradient that
-ends in another rank's part (stage 2 keeps it whole), a gradient larger than the bucket (it is exchanged by itself), and
-NCCL. A test holds these forms to the tensors of 2 and 4 real ranks: weights, masters and state within 1 %, all that
-lasts within 3 %.
+ends in another rank's part (kept whole), a gradient larger than the bucket (it is exchanged by itself), and NCCL. A
+test holds these forms to the tensors of 2 and 4 real ranks: weights, masters, state, all that lasts and all that is
+there before the update within 1 %, gradients within 2 %; not the flat copy, the gathered weights or what is offloaded.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class ZeroBytes:
         weights: or its parts of them, between steps.
         masters: fp32, of its part of what is trained.
         state: the optimizer's, from the first update on.
-        gradients: when the last backward pass is over.
+        gradients: at the end of the last backward pass.
         copied: gradients in one flat tensor, while they are applied.
         bucket: while gradients are exchanged.
         gathered: weights put together for their use, at most.
         lasting: of gradients and bucket what is there between steps too.
+        applied: of gradients and bucket what is there in the update.
         host: of all of these what is in host memory and not on the device; not in the others.
     """
 
@@ -55,6 +57,7 @@ class ZeroBytes:
     bucket: int
     gathered: int
     lasting: int
+    applied: int
     host: int
 
     @property
@@ -69,8 +72,8 @@ class ZeroBytes:
 
     @property
     def update(self) -> int:
-        """In the update; a bucket that is let go before it is not there."""
-        return self.held - self.lasting + self.gradients + self.copied + (self.bucket if self.lasting else 0)
+        """In the update."""
+        return self.held - self.lasting + self.applied + self.copied
 
 
 def zero_bytes(plan: Plan, *, trained: int, frozen_bytes: int, state_bytes: int, unit: int) -> ZeroBytes:
@@ -89,6 +92,7 @@ def zero_bytes(plan: Plan, *, trained: int, frozen_bytes: int, state_bytes: int,
     weights = width * trained + frozen_bytes
     gradients = _FP32 * trained + (2 * trained if half else 0) if stage == 1 else _FP32 * part
     bucket = REDUCE_BUCKET * (2 if half and stage == 2 else _FP32)
+    cuts_at_the_end = stage == 1 and plan.offload_optimizer == "none" and not _has_buffers(plan)
     found = ZeroBytes(
         weights=-(-weights // ranks) if stage == 3 else weights,
         masters=_FP32 * part,
@@ -98,6 +102,7 @@ def zero_bytes(plan: Plan, *, trained: int, frozen_bytes: int, state_bytes: int,
         bucket=bucket,
         gathered=width * (unit + min(unit, PREFETCH)) if stage == 3 else 0,
         lasting=gradients + bucket if stage == 3 else _FP32 * trained if stage == 1 and _has_buffers(plan) else 0,
+        applied=gradients + bucket if stage == 3 else _FP32 * part if cuts_at_the_end else gradients,
         host=0,
     )
     return _offloaded(found, plan)
@@ -118,7 +123,7 @@ def _offloaded(found: ZeroBytes, plan: Plan) -> ZeroBytes:
     if plan.offload_params != "none":
         moved["weights"] = found.weights
     values = {name: 0 if name in moved else value for name, value in vars(found).items()}
-    if "gradients" in moved and plan.parallel == "zero3":
-        values["lasting"] = found.bucket
+    if "gradients" in moved:
+        values["applied"] = values["lasting"] = found.bucket if plan.parallel == "zero3" else 0
     copied = moved.pop("copied", 0)  # the gradients themselves, on the host
     return ZeroBytes(**(values | dict(host=sum(moved.values()) + (copied if plan.parallel == "zero1" else 0))))

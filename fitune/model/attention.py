@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fitune.errors import UserError
 from fitune.model.linear import StepContext
 
 NAME = "fitune"
@@ -40,6 +41,16 @@ def uses_interface(model_class: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
 
 
+def packs(model_class: type) -> bool:
+    """Whether the attention of a class tells packed records apart: by the positions that it is given."""
+    return not any(counts_tokens(c) for c in vars(sys.modules[model_class.__module__]).values() if isinstance(c, type))
+
+
+def counts_tokens(cls: Any) -> bool:
+    """Whether an attention class takes positions from its input's length instead of those it is given (Llama 4)."""
+    return "Attention" in cls.__name__ and "forward" in vars(cls) and "torch.arange(" in inspect.getsource(cls.forward)
+
+
 def attention_forward(
     module: Any,
     query: torch.Tensor,
@@ -55,20 +66,40 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The function transformers' attention modules call. Returns ([B, T, H, D], None)."""
     assert dropout == 0.0, "models run in eval mode: attention dropout is not applied"
+    if attention_mask is not None:  # transformers makes none for this function: it is the model's own
+        raise UserError(
+            f"cannot train a model with {type(module).__name__}",
+            "its attention chooses tokens by a mask of its own, which fused kernels do not take",
+            "use a model with plain attention such as Llama, Qwen, Mistral, Gemma, Phi, OLMo or GLM",
+        )
     context: StepContext = module.fitune_context
     num_tokens = query.shape[2]
     if key.shape[2] != num_tokens:
+        # the cache of such a layer holds one stretch: what comes later is not told apart (`fitune.train.sampling`)
+        assert _chunk_of(module, key.shape[2]) is None, "answers longer than a stretch are made without a cache"
         return _decode(query, key, value, s_aux, scaling, sliding_window, softcap), None
     window = sliding_window if sliding_window is not None and sliding_window < num_tokens else None
+    chunk = _chunk_of(module, num_tokens)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
     kernel = context.attention
     if kernel == "flash" and plain and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
-        return _flash(query, key, value, context, scale, window), None
+        return _flash(query, key, value, context, scale, window, chunk), None
     if kernel in ("cpu", "efficient") and plain and window is None:
-        return _per_document(query, key, value, context, scale, kernel), None
-    out = _Blockwise.apply(query, key, value, s_aux, scale, window, softcap, _documents(context, query))
+        return _per_document(query, key, value, context, scale, kernel, chunk), None
+    out = _Blockwise.apply(query, key, value, s_aux, scale, window, softcap, _documents(context, query, chunk))
     return out.transpose(1, 2), None
+
+
+def _chunk_of(module: Any, num_tokens: int) -> int | None:
+    """Tokens of the stretches into which a layer cuts every document, none of which sees another (Llama 4, whose other
+    layers see all); None where a row of so many tokens has one only. transformers says so in a mask, which is not made.
+    """
+    config = getattr(module, "config", None)
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    if config is None or chunk is None or num_tokens <= chunk:
+        return None
+    return chunk if config.layer_types[module.layer_idx] == "chunked_attention" else None
 
 
 def _decode(
@@ -94,8 +125,18 @@ def _decode(
     return _grouped(torch.exp(scores - lse).to(value.dtype), value).transpose(1, 2)
 
 
-def _documents(context: StepContext, query: torch.Tensor) -> tuple[tuple[int, int, int], ...]:
-    """(row, start, end) of every document; row -1 stands for all rows at once."""
+def _documents(
+    context: StepContext, query: torch.Tensor, chunk: int | None = None
+) -> tuple[tuple[int, int, int], ...]:  # fmt: skip
+    """(row, start, end) of every document; row -1 stands for all rows at once. With `chunk`, of every stretch of so
+    many tokens of a document, row by row."""
+    if chunk is not None:
+        return tuple(
+            (one, first, min(first + chunk, end))
+            for row, start, end in _documents(context, query)
+            for one in (range(query.shape[0]) if row < 0 else (row,))
+            for first in range(start, end, chunk)
+        )
     num_tokens = query.shape[2]
     if context.doc_lengths is None:
         return ((-1, 0, num_tokens),)
@@ -154,9 +195,10 @@ class _Flash(torch.autograd.Function):
         grad = grads[0].contiguous()
         key_heads = k.shape[-2]
         pieces = _pieces_of_heads(q, key_heads)
-        whole: list[torch.Tensor] = []
-        if pieces > 1:
-            whole = [torch.empty_like(t) for t in (q, k, v)]
+        if pieces == 1:
+            parts = _flash_backward(grad, q, k, v, out, lse, rng, unused, cu_seqlens, ctx.settings)
+            return *parts, None, None, None, None
+        whole = [torch.empty_like(t) for t in (q, k, v)]
         for piece in range(pieces):
             keys = slice(piece * key_heads // pieces, (piece + 1) * key_heads // pieces)
             groups = q.shape[-2] // key_heads
@@ -165,8 +207,6 @@ class _Flash(torch.autograd.Function):
                 grad[..., queries, :], q[..., queries, :], k[..., keys, :], v[..., keys, :], out[..., queries, :],
                 lse[..., queries, :].contiguous(), rng, unused, cu_seqlens, ctx.settings,
             )  # fmt: skip
-            if pieces == 1:
-                return *parts, None, None, None, None
             for total, heads, part in zip(whole, (queries, keys, keys), parts, strict=True):
                 total[..., heads, :] = part
             del parts, part
@@ -254,14 +294,20 @@ def _allocate_as_the_kernel(q: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext, scale: float, window: int | None
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext, scale: float,
+    window: int | None, chunk: int | None,
+) -> torch.Tensor:  # fmt: skip
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # [B, T, H, D]
-    if context.doc_lengths is None:
+    if context.doc_lengths is None and chunk is None:
         return _Flash.apply(q, k, v, None, q.shape[1], scale, window)
-    longest = max(end - start for _, start, end in _documents(context, query))
+    documents = _documents(context, query, chunk)
+    longest = max(end - start for _, start, end in documents)
+    bounds = context.cu_seqlens
+    if chunk is not None:
+        ends = [row * q.shape[1] + end for row, _, end in documents]
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, device=q.device)
     packed = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
-    return _Flash.apply(*packed, context.cu_seqlens, longest, scale, window).view(q.shape)
+    return _Flash.apply(*packed, bounds, longest, scale, window).view(q.shape)
 
 
 class _Fused(torch.autograd.Function):
@@ -296,12 +342,13 @@ class _Fused(torch.autograd.Function):
 
 
 def _per_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext, scale: float, kernel: str
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext, scale: float, kernel: str,
+    chunk: int | None,
+) -> torch.Tensor:  # fmt: skip
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    documents = _documents(context, query)
+    documents = _documents(context, query, chunk)
     parts = []
     for row, start, end in documents:
         q, k, v = (t[_rows(row), :, start:end] for t in (query, key, value))

@@ -20,10 +20,12 @@ from torch import nn
 from fitune.errors import UserError
 from fitune.model import attention, fused
 from fitune.model.ends import HostEmbedding, HostHead
-from fitune.model.experts import PackedExperts, has_fused_experts
+from fitune.model.experts import PackedExperts, chooses_kernel, has_fused_experts
 from fitune.model.formats import DENSE, Scratch
 from fitune.model.linear import BaseLinear, StepContext
 from fitune.model.outside import embedding_to_host, head_to_host, open_host, weight_at_hand
+from fitune.model.random_weights import owner_of
+from fitune.model.replace import check_attention, check_layers, check_set, replace_linears
 from fitune.model.streamed import StreamedLayers
 from fitune.plan import Adapter, Plan
 
@@ -153,14 +155,17 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
     config = copy.deepcopy(config)
     config.use_cache = False
     config.dtype = dtype = compute_dtype(plan)
+    if plan.attention == "native":
+        check_attention(config)
     options: dict[str, Any] = {"attn_implementation": attention.NAME if plan.attention != "native" else "sdpa"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    if _is_moe(model):
+    if _is_moe(model) and chooses_kernel(type(model)):
         model.set_experts_implementation(_experts_kernel(plan, device))
     model.eval()  # the base model's own dropout is never applied; adapters have their own
     model.requires_grad_(False)
     decoder, layers_name, prefix = find_layers(model)
+    check_layers(model, getattr(decoder, layers_name))
     context = StepContext(attention=plan.attention, on_cuda=plan.device == "cuda")
     built = Built(model, decoder, getattr(decoder, layers_name), layers_name, prefix, context, {}, [], device, dtype)
     for module in model.modules():
@@ -170,7 +175,7 @@ def build(config: Any, plan: Plan, device: torch.device | str) -> Built:
         if plan.streamed_layers() and plan.stream_from != "shards":
             built.streamed = StreamedLayers(built, plan)
     else:
-        _replace_linears(built)
+        replace_linears(built)
         _pack_experts(built)
         if plan.head_place == "host":
             head_to_host(built, plan)
@@ -238,26 +243,6 @@ def _experts_kernel(plan: Plan, device: torch.device) -> str:
     return "eager" if device.type == "cpu" else "batched_mm"
 
 
-def _replace_linears(built: Built) -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    parents = dict(built.model.named_modules())
-    for name, module in list(built.model.named_modules()):
-        if not name.startswith(built.layers_prefix + ".") or not isinstance(module, (nn.Linear, Conv1D)):
-            continue
-        if type(module) not in (nn.Linear, Conv1D) and {"__init__", "forward"} <= vars(type(module)).keys():
-            continue  # it is more than its product: the routers of Llama 4 and Phi-MoE
-        rows, cols = module.weight.shape
-        transposed = isinstance(module, Conv1D)
-        out_features, in_features = (cols, rows) if transposed else (rows, cols)
-        linear = BaseLinear(name, in_features, out_features, built.context, transposed=transposed)
-        if module.bias is not None:
-            linear.bias = nn.Parameter(module.bias, requires_grad=False)
-        parent, _, leaf = name.rpartition(".")
-        setattr(parents[parent], leaf, linear)
-        built.linears[name] = linear
-
-
 def _pack_experts(built: Built) -> None:
     for name, module in built.model.named_modules():
         if name.startswith(built.layers_prefix + ".") and has_fused_experts(module):
@@ -269,21 +254,24 @@ def _place_buffers(built: Built) -> None:
 
     Must run before weights are filled: the initialiser may touch the parameters beside a buffer, still on `meta` here.
     """
-    modules = list(built.model.modules())
+    modules = list(built.model.named_modules())
     if built.host_embedding is not None:
-        modules.append(built.host_embedding.inner)
-    for module in modules:
+        modules.append((_name_of(built, built.host_embedding), built.host_embedding.inner))
+    for path, module in modules:
         on_meta = {n: b for n, b in module.named_buffers(recurse=False) if b.device.type == "meta"}
         if not on_meta:
             continue
         host = built.host_embedding is not None and module is built.host_embedding.inner
         target = torch.device("cpu") if host and built.device.type != "meta" else built.device
         for name, buffer in on_meta.items():
-            module._buffers[name] = torch.empty_like(buffer, device="cpu" if built.device.type != "meta" else "meta")
+            unset = float("nan") if buffer.is_floating_point() else 0
+            place = "cpu" if built.device.type != "meta" else "meta"
+            module._buffers[name] = torch.full_like(buffer, unset, device=place)
         if built.device.type == "meta":
             continue
-        built.model._init_weights(module)
+        owner_of(built.model, path)._init_weights(module)
         for name in on_meta:
+            check_set(built.model, module, f"{path}.{name}")
             module._buffers[name] = module._buffers[name].to(target)
 
 

@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
         UserError: unreadable, not JSON, or not a model's configuration.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}", f"it is not JSON ({error})", "download or copy the file again") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
@@ -45,6 +45,13 @@ def read(path: Path) -> dict[str, Any]:
             "it is not the configuration of a model",
             "point to the folder of a transformers model",
         )
+    return values
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """transformers 5 writes what JSON has no number for as ``{"__float__": "Infinity"}`` (Mamba-2's time steps)."""
+    if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(values["__float__"])
     return values
 
 

@@ -12,7 +12,9 @@ a transposed class, gpt-oss), lora_A [E * R, I], lora_B [O, R * E].
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -120,3 +122,9 @@ def has_fused_experts(module: nn.Module) -> bool:
     if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
         return False
     return any(p.dim() == 3 for p in module.parameters(recurse=False))
+
+
+def chooses_kernel(model_class: type) -> bool:
+    """Whether a transformers class lets the products of its experts be chosen. (Llama 4 does not: it multiplies all
+    tokens with all experts.)"""
+    return "use_experts_implementation" in inspect.getsource(sys.modules[model_class.__module__])

@@ -20,6 +20,7 @@ BLOCK_4BIT = 64  # values per scale, as in QLoRA
 BLOCK_SCALES = 256  # scales per second-level scale (double quantisation)
 # bitsandbytes' plain code on the CPU (0.50.2) takes some 20 bytes per weight at once: 10 MiB for so many.
 _CPU_ELEMENTS = 1 << 19
+_MOST_VIEWS = 64  # of a scratch that are kept: chunks of logits have new lengths in every step
 DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,13 +42,20 @@ class Scratch:
 
     def __init__(self, num_bytes: int, device: torch.device | str):
         self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the buffer; outside it when it does not fit."""
-        num_bytes = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+        view = self._views.get((shape, dtype))
+        if view is not None:  # the same few for every layer: making them took as long as a kernel's launch
+            return view
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.buffer.numel():
             return torch.empty(shape, dtype=dtype, device=self.buffer.device)
-        return self.buffer[:num_bytes].view(dtype).view(shape)
+        view = self.buffer[:num_bytes].view(dtype).view(shape)
+        if len(self._views) < _MOST_VIEWS:
+            self._views[shape, dtype] = view
+        return view
 
 
 @dataclass

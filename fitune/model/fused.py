@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitune.model.linear import StepContext
+from fitune.model.linear import BaseLinear, StepContext
 from fitune.model.tiled_mlp import tiled
 
 _aten = torch.ops.aten
@@ -29,7 +29,7 @@ def apply(model: nn.Module, context: StepContext) -> dict[str, int]:
     for module in model.modules():
         cls: Any = type(module)
         kind = norm_kind(cls)
-        if kind is not None:
+        if kind is not None and getattr(module, "weight", None) is not None:  # some of Gemma 4 have no weight
             module.__dict__["forward"] = functools.partial(_norm_forward, module, kind, context)
             counts["norms"] += 1
         elif (activation := activation_of(module)) is not None and _has_mlp_source(cls):
@@ -86,7 +86,9 @@ def _has_mlp_source(cls: Any) -> bool:
 def _mlp_forward(module: Any, activation: str, context: StepContext, x: torch.Tensor) -> torch.Tensor:
     if context.mlp_tiles == 1:
         return _whole_mlp(module, activation, x)
-    return tiled(functools.partial(_whole_mlp, module, activation), module, x, context)
+    down = module.down_proj
+    last = down if type(down) is BaseLinear and down.magnitude is None else None
+    return tiled(functools.partial(_whole_mlp, module, activation), module, x, context, last)
 
 
 def _whole_mlp(module: Any, activation: str, x: torch.Tensor) -> torch.Tensor:

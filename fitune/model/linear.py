@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitune.model import dropout as counter_dropout
+from fitune.model.casts import LayerCasts
 from fitune.model.formats import Packed, Scratch, pack, unpack
 
 
@@ -30,6 +31,7 @@ class StepContext:
         scratch: buffer for unpacked weights and the loss's fp32 logits; None: they are allocated each time.
         unneeded: the module whose output the running layer's backward pass does not read; its output is zeros.
         watch: while a layer runs for its backward pass the first time, to find that module.
+        casts: the running layer's adapters in the format that computes; None: each is rounded at each use.
         mlp_tiles: pieces of tokens in which a gated MLP of the running layer runs.
         on_cuda: the plan's device is a GPU, also while its step runs on meta: fused kernels stand for plain code.
     """
@@ -43,6 +45,7 @@ class StepContext:
     mlp_tiles: int = 1
     unneeded: object | None = None
     watch: OutputWatch | None = None
+    casts: LayerCasts | None = None
 
 
 class OutputWatch:
@@ -70,6 +73,10 @@ class OutputWatch:
         return self.last if is_last else None
 
 
+# Inside a function with a backward pass of its own, ops need not ask autograd: that halves what a view costs.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -85,37 +92,66 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.layer, ctx.has_bias = layer, bias is not None
         if layer.context.unneeded is layer:
             return x.new_zeros(*x.shape[:-1], layer.out_features)
-        y = F.linear(x, layer.dense_weight(x.dtype), bias)  # not a view: some models add to it in place
-        if lora_A is not None and lora_B is not None:
-            xa_NR = layer.dropped(x.reshape(-1, x.shape[-1]), keys) @ lora_A.to(x.dtype).t()
-            y.view(-1, y.shape[-1]).addmm_(xa_NR, lora_B.to(x.dtype).t(), alpha=layer.scaling)
-        return y
+        return product(x, bias, lora_A, lora_B, layer, keys)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with _below_autograd():
+            return _FrozenLinear._backward(ctx, grads[0])
+
+    @staticmethod
+    def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, lora_A, lora_B, keys = ctx.saved_tensors
         layer: BaseLinear = ctx.layer
         need_x, need_bias, need_A = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        g_NO = grads[0].reshape(-1, grads[0].shape[-1])
+        g_NO = grad.reshape(-1, grad.shape[-1])
         x_NI = x.reshape(-1, x.shape[-1])
-        dx_NI = g_NO @ layer.dense_weight(x.dtype) if need_x else None
+        dx_NI = torch.mm(g_NO, layer.dense_weight(x.dtype)) if need_x else None
         d_bias = g_NO.sum(0) if ctx.has_bias and need_bias else None
         dA = dB = None
         if lora_A is not None and lora_B is not None:
-            A, B = lora_A.to(x.dtype), lora_B.to(x.dtype)
-            gb_NR = (g_NO @ B).mul_(layer.scaling)
+            A, B = layer.rounded(0, lora_A, x.dtype), layer.rounded(1, lora_B, x.dtype)
+            gb_NR = _scaled(g_NO, B, layer.scaling)
             if need_A:
                 xd_NI = layer.dropped(x_NI, keys)
-                dA = (gb_NR.t() @ xd_NI).to(lora_A.dtype)
-                xa_NR = xd_NI @ A.t()
+                dA = torch.mm(gb_NR.t(), xd_NI).to(lora_A.dtype)
+                xa_NR = _scaled(xd_NI, A.t(), layer.scaling)
                 del xd_NI
-                dB = (g_NO.t() @ xa_NR.mul_(layer.scaling)).to(lora_B.dtype)
+                dB = torch.mm(g_NO.t(), xa_NR).to(lora_B.dtype)
             if dx_NI is not None:
                 if keys is not None and layer.dropout > 0:
                     dx_NI += layer.dropped(gb_NR @ A, keys)
                 else:
                     dx_NI.addmm_(gb_NR, A)
         return (dx_NI.view(x.shape) if dx_NI is not None else None), d_bias, dA, dB, None, None
+
+
+def product(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_A: torch.Tensor | None,
+    lora_B: torch.Tensor | None,
+    layer: BaseLinear,
+    keys: torch.Tensor | None,
+) -> torch.Tensor:
+    """x W^T + bias + s (dropped x) A^T B^T, without a graph."""
+    with _below_autograd():
+        y = F.linear(x, layer.dense_weight(x.dtype), bias)  # not a view: some models add to it in place
+        if lora_A is not None and lora_B is not None:
+            x_NI = x.reshape(-1, x.shape[-1])
+            xa_NR = F.linear(layer.dropped(x_NI, keys), layer.rounded(0, lora_A, x.dtype))
+            y.view(-1, y.shape[-1]).addmm_(xa_NR, layer.rounded(1, lora_B, x.dtype).t(), alpha=layer.scaling)
+        return y
+
+
+def _scaled(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """(left @ right) * scale, rounded in between; in one launch where a power of two makes that the same. (In fp16 it
+    does not: numbers below 6e-5 have fewer bits.)"""
+    if scale == 1:
+        return torch.mm(left, right)
+    if math.frexp(scale)[0] == 0.5 and left.dtype != torch.float16:
+        return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
+    return torch.mm(left, right).mul_(scale)
 
 
 class BaseLinear(nn.Module):
@@ -189,11 +225,20 @@ class BaseLinear(nn.Module):
             return x_NI
         return counter_dropout.apply(x_NI, self.dropout, keys, self.module_key, on_cuda=self.context.on_cuda)
 
+    def rounded(self, which: int, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A factor of this layer's adapter (0: A, 1: B) in `dtype`; itself where it is stored so."""
+        if factor.dtype == dtype:
+            return factor
+        pair = None if self.context.casts is None else self.context.casts.of(self, dtype)
+        return factor.to(dtype) if pair is None else pair[which]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         keys = self.context.token_keys if self.dropout > 0 else None
         # biases outside `lora_bias` are frozen and live in the compute dtype
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.magnitude is None:
+            if not torch.is_grad_enabled():
+                return product(x, bias, self.lora_A, self.lora_B, self, keys)
             y = _FrozenLinear.apply(x, bias, self.lora_A, self.lora_B, self, keys)
             if self.context.watch is not None:
                 self.context.watch.passed(self)

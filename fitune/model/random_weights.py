@@ -40,7 +40,7 @@ def _initialised(model: Any, module: Any, path: str, seed: int, dtype: torch.dty
     kind = torch.device(device)
     with torch.random.fork_rng(devices=[kind] if kind.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:8], "little") >> 1)
-        _owner(model, path)._init_weights(own)
+        owner_of(model, path)._init_weights(own)
         _fill_untouched(own, getattr(model.config, "initializer_range", 0.02))
     tensors = {**own._parameters, **{k: b for k, b in own._buffers.items() if k not in own._non_persistent_buffers_set}}
     prefix = f"{path}." if path else ""
@@ -59,7 +59,7 @@ def _empty(tensor: Any, dtype: torch.dtype, device: Any) -> Any:
     return torch.nn.Parameter(filled, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else filled
 
 
-def _owner(model: Any, path: str) -> Any:
+def owner_of(model: Any, path: str) -> Any:
     """The innermost PreTrainedModel that holds the module: its `_init_weights` is the right one."""
     owner, here = model, model
     for part in path.split(".") if path else ():

@@ -114,6 +114,7 @@ class StreamedLayers:
         self._transposed = {name for name, linear in built.linears.items() if linear.transposed}
         self._parameters: dict[str, tuple[nn.Module, str]] = {}
         self._layer_of: dict[str, int] = {}
+        self._bound: dict[int, list[torch.Tensor]] = {}
         for index in plan.streamed_layers():
             self._lay_out(built, index, trains_biases=plan.adapter is not None and plan.adapter.bias != "none")
 
@@ -233,6 +234,7 @@ class StreamedLayers:
 
     def attach(self, layer: int, views: list[torch.Tensor]) -> None:
         """`bind` for the first time: parameters get their place on the device."""
+        self._bound.pop(layer, None)
         for piece, view in zip(self.layouts[layer].pieces, views, strict=True):
             if not piece.key:
                 module, leaf = self._parameters[piece.name]
@@ -240,7 +242,11 @@ class StreamedLayers:
         self.bind(layer, views)
 
     def bind(self, layer: int, views: list[torch.Tensor]) -> None:
-        """Point the layer's modules at `views`."""
+        """Point the layer's modules at `views`, unless they are these already (a layer comes to the same buffer in
+        every pass)."""
+        if self._bound.get(layer) is views:
+            return
+        self._bound[layer] = views
         for piece, view in zip(self.layouts[layer].pieces, views, strict=True):
             if piece.key:
                 self._packed[piece.name].tensors[piece.key] = view

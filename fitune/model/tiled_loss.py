@@ -36,6 +36,7 @@ class TiledCrossEntropy:
         self.highest_C = torch.full((count,), float("-inf"), dtype=torch.float32, device=device)
         self.total_C = torch.zeros(count, dtype=torch.float32, device=device)
         self.at_target_C = torch.zeros(count, dtype=torch.float32, device=device)
+        self._placed: tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] | None = None
         self._lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         self._sum_CH: torch.Tensor | None = None
         self._target_CH: torch.Tensor | None = None
@@ -46,9 +47,11 @@ class TiledCrossEntropy:
     def place(self, num_columns: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(column of each token's target in a tile, whether it is in this tile), both [C, 1]; `first` is the tile's
         first vocabulary entry."""
-        column_C = self.targets_C - first
-        inside_C = self.counted_C & (column_C >= 0) & (column_C < num_columns)
-        return column_C.clamp(0, num_columns - 1)[:, None], inside_C[:, None]
+        if self._placed is None or self._placed[0] != (num_columns, first):
+            wanted_C1 = (self.targets_C - first)[:, None]  # below 0 for IGNORED
+            column_C1 = wanted_C1.clamp(0, num_columns - 1)
+            self._placed = (num_columns, first), (column_C1, column_C1 == wanted_C1)
+        return self._placed[1]
 
     @torch.no_grad()
     def see(self, logits_CW: torch.Tensor, first: int, scratch: Scratch | None = None) -> torch.Tensor:
@@ -62,7 +65,8 @@ class TiledCrossEntropy:
         else:
             work_CW = scratch.take(tuple(logits_CW.shape), torch.float32).copy_(logits_CW)
         column_C1, inside_C1 = self.place(work_CW.shape[1], first)
-        self.at_target_C += torch.where(inside_C1, work_CW.gather(1, column_C1), 0.0).squeeze(1)
+        found_C = work_CW.gather(1, column_C1).squeeze(1)
+        self.at_target_C = torch.where(inside_C1.squeeze(1), found_C, self.at_target_C)
         highest_C = torch.maximum(self.highest_C, work_CW.amax(1))
         shrink_C = torch.exp(self.highest_C - highest_C)
         work_CW.sub_(highest_C[:, None]).exp_()
@@ -79,8 +83,7 @@ class TiledCrossEntropy:
         """Add a tile's part of the gradient, after `see`.
 
         Args:
-            weights_CW: what `see` returned in the head's dtype and times `lift`, times the slope of what the model does
-                to its logits.
+            weights_CW: what `lifted` gives, times the slope of what the model does to its logits.
             head_WH: the tile of the head's weight.
             slope_C1: that slope at the targets' logits; None where nothing is done to them.
         """
@@ -92,10 +95,9 @@ class TiledCrossEntropy:
             row_CH = row_CH * slope_C1.to(row_CH.dtype)
         self._target_CH = torch.where(inside_C1, row_CH, self._target_CH)
 
-    @property
-    def lift(self) -> float:
-        """Factor on `weights_CW` that keeps small ones from vanishing in fp16."""
-        return self._lift
+    def lifted(self, seen_CW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What `see` returned, in the head's dtype; in fp16 times a factor that keeps small ones from vanishing."""
+        return (seen_CW if self._lift == 1.0 else seen_CW.mul_(self._lift)).to(dtype)
 
     @torch.no_grad()
     def loss(self) -> torch.Tensor:
@@ -110,5 +112,5 @@ class TiledCrossEntropy:
         grad_CH = self._sum_CH.div_(self.total_C[:, None] * self._lift).sub_(self._target_CH)
         grad_CH *= self.counted_C.to(torch.float32)[:, None] * grad_scale
         made = grad_CH.to(self._target_CH.dtype)
-        self._sum_CH = self._target_CH = None
+        self._sum_CH = self._target_CH = self._placed = None
         return made

@@ -15,7 +15,6 @@ Shapes: B rows, T tokens of a whole row, N ranks, H query heads, K key heads, D 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fitune.engine.batch import Batch, HostBatch
 from fitune.engine.engine import Engine, StepResult
 from fitune.engine.step import Observer, ignore
 from fitune.errors import UserError
-from fitune.model.attention import attention_forward
+from fitune.model.attention import attention_forward, counts_tokens
 from fitune.model.build import RECURRENT_LAYERS, Built
 from fitune.model.loss import IGNORED
 from fitune.parallel.exchange import all_to_all
+from fitune.parallel.meeting import Meeting, PeerAway
 from fitune.parallel.replicated import Replicated
 from fitune.parallel.world import Single
 from fitune.plan import Plan
@@ -42,10 +41,6 @@ NAME = "fitune_context"
 _NO_RECORD = -1
 # Frequencies that depend on the longest position in sight, which differs from slice to slice.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-
-
-class PeerAway(Exception):
-    """Another rank has failed: this pass is dropped, and told by who agrees on it (`fitune.train.ranks.Agreement`)."""
 
 
 def check_context(built: Built, plan: Plan) -> None:
@@ -65,16 +60,11 @@ def check_context(built: Built, plan: Plan) -> None:
         why = "it has layers other than attention that look from token to token"
     elif any(rope.get("rope_type") in _ROPE_BY_LENGTH for rope in each):
         why = "its rotary frequencies depend on the length of the row, of which each GPU sees a part"
-    elif any(_counts_tokens(module) for module in built.layers.modules()):
+    elif any(counts_tokens(type(module)) for module in built.layers.modules()):
         why = "its attention counts tokens by itself, and each GPU sees a part of them"
     if why is not None:
         raise UserError(f"rows of {type(built.model).__name__} cannot be cut into slices (--parallel cp)", why,
                         "use --parallel ddp, fsdp2 or pp")  # fmt: skip
-
-
-def _counts_tokens(module: nn.Module) -> bool:
-    """Whether an attention takes positions from its input's length instead of those it is given (Llama 4)."""
-    return "Attention" in type(module).__name__ and "torch.arange(" in inspect.getsource(type(module).forward)
 
 
 # ---- slices of rows --------------------------------------------------------------------------------------------------
@@ -112,17 +102,15 @@ def slices_of(host: HostBatch, rank: int, size: int) -> RowSlices:
 # ---- attention over all tokens ---------------------------------------------------------------------------------------
 
 
-class Contexted(Replicated):
+class Contexted(Meeting, Replicated):
     """The engine's view of the other ranks: the same rows on all, other tokens on each.
 
     Attributes:
-        is_open: a pass is under way, in which the others count on this rank.
         num_tokens: of the whole step.
     """
 
     def __init__(self, group: Single):
         super().__init__(group)
-        self.is_open = False
         self.num_tokens = 0
 
     def totals(self, num_tokens: int, num_targets: int, num_passes: int) -> tuple[int, int, int]:
@@ -132,30 +120,6 @@ class Contexted(Replicated):
 
     def begin(self, num_passes: int) -> None:
         self.is_open = True
-
-    def evaluations(self, num_passes: int) -> int:
-        self.is_open = True
-        return num_passes
-
-    def meet(self) -> None:
-        """Until every rank has come here.
-
-        Raises:
-            PeerAway: one has failed.
-        """
-        if self.group.largest([0.0])[0] > 0:
-            self.is_open = False
-            raise PeerAway
-
-    def close(self) -> None:
-        """The pass is over. Raises PeerAway where one has failed in it."""
-        self.meet()
-        self.is_open = False
-
-    def drain(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self.group.largest([1.0])
 
     def swap(self, tensors: Sequence[torch.Tensor], split: int, join: int) -> tuple[torch.Tensor, ...]:
         """Each tensor cut into N parts along `split`, one for each rank; the parts that come joined along `join`."""
@@ -255,6 +219,7 @@ class ContextEngine(Engine):
 
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
         """Sums over this rank's tokens."""
+        self.ranks.evaluations(len(host_batches))  # from here on the others count on it
         try:
             found = super().evaluate(self._slices(host_batches))
             self.ranks.close()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from fitune.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from fitune.parallel.forwarding import FORWARDED, handled
 from fitune.parallel.world import SAME_RECORDS, World, device_list
 from fitune.recipe import Recipe
@@ -131,7 +131,10 @@ class Launcher:
         end = time.monotonic() + FAILED_GRACE_S
         while time.monotonic() < end and any(process.poll() is None for process in self._processes):
             time.sleep(POLL_S)
-        leader = self._processes[0].poll()
+        codes = [process.poll() for process in self._processes]
+        if EXIT_DOES_NOT_FIT in codes:  # the others may ask for new processes, with which it would be the same
+            rank, code = codes.index(EXIT_DOES_NOT_FIT), EXIT_DOES_NOT_FIT
+        leader = codes[0]
         if rank != 0 and leader != code:
             self._show(rank)
         return _SHELL_SIGNAL - code if code < 0 else code

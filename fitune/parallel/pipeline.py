@@ -4,12 +4,16 @@ The schedule is GPipe's (https://arxiv.org/abs/1811.06965): all micro-batches fo
 works on one while the next rank works on the one before. The first rank embeds, the last one has norm, head and loss.
 `torch.distributed.pipelining` is not used: it wants modules with a forward of their own; here a stage is a range of the
 layers that the driver runs anyway, with the same activation policy and gradients as on one GPU.
+
+A stage that fails must not leave its neighbours in an exchange. Before a pass all ranks tell that they have come with
+what they need to see its exchanges through (`meeting`); one that fails later takes what comes and hands on zeros.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,17 +21,19 @@ from torch import nn
 
 from fitune.engine.batch import Batch, HostBatch, to_device
 from fitune.engine.engine import Engine
-from fitune.engine.optimizers import Masters, flatten_state
+from fitune.engine.optimizers import Masters, Picked, flatten_state
 from fitune.engine.parts import ENDS, part_of
-from fitune.engine.ranks import Alone
 from fitune.engine.step import Observer, Running, backward_layer, forward_layer, ignore, start, tail, tail_loss
 from fitune.errors import UserError
 from fitune.model.build import Built, wanted_weights
 from fitune.parallel.exchange import all_reduce, receive, send, total_norm
 from fitune.parallel.group import Group
+from fitune.parallel.meeting import Meeting, PeerAway
 from fitune.parallel.slices import Parts
 from fitune.parallel.world import Single
 from fitune.plan import Plan, layers_of
+
+T = TypeVar("T")
 
 
 class _NoEmbedding(nn.Module):
@@ -62,7 +68,7 @@ def open_stage(built: Built, plan: Plan, group: Single) -> None:
         why = f"the model has {len(built.layers)} layers for {group.size} GPUs"
     if why is not None:
         raise UserError("this job cannot be cut into stages (--parallel pp)", why, "use --parallel ddp or fsdp2")
-    own = layers_of(len(built.layers), group.rank, group.size)
+    own = layers_of(len(built.layers), group.rank, group.size, plan.stages)
     others = tuple(f"{built.layers_prefix}.{i}." for i in range(len(built.layers)) if i not in own)
     names = {module: name for name, module in built.model.named_modules()}
     embedding = f"{names[built.model.get_input_embeddings()]}.weight"
@@ -76,16 +82,22 @@ def open_stage(built: Built, plan: Plan, group: Single) -> None:
     built.provided = frozenset(foreign & wanted_weights(built).keys())
 
 
-class Pipelined(Alone):
+class Pipelined(Meeting):
     """The engine's view of the other ranks: the same micro-batches on all, other layers on each."""
 
     def __init__(self, group: Group):
         self.group = group
 
-    def add_up(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor:
-        total = loss.detach().float().clone()
-        all_reduce(total)
-        return total.to(loss.dtype)
+    def totals(self, num_tokens: int, num_targets: int, num_passes: int) -> tuple[int, int, int]:
+        self.is_open = True
+        return num_tokens, num_targets, num_passes
+
+    def prepare(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor:
+        return loss.detach().float().clone()
+
+    def add_up(self, loss: torch.Tensor, masters: Masters, made: torch.Tensor) -> torch.Tensor:
+        all_reduce(made)
+        return made.to(loss.dtype)
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         return total_norm(grads)
@@ -105,12 +117,59 @@ class _Kept:
         return self._saved.pop((id(state), index))
 
 
+class _Pass:
+    """A pass whose exchanges are made to the end, whatever fails in it.
+
+    Args:
+        sizes: elements of the hidden states of each micro-batch. Room for the largest is made here.
+
+    Attributes:
+        failure: the first one, also a step that is given up; it is raised when the pass is over.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
+        self.failure: Exception | None = None
+        self._dtype, self._device = dtype, device
+        self._spare = torch.empty(max(sizes, default=0), dtype=dtype, device=device)
+
+    def tried(self, work: Callable[[], T]) -> T | None:
+        """The result, or None once anything has failed."""
+        if self.failure is not None:
+            return None
+        try:
+            return work()
+        except Exception as problem:  # noqa: BLE001 not silenced: raised when the pass is over
+            self.failure = problem.with_traceback(None)
+            return None
+
+    def receive(self, shape: tuple[int, ...], peer: int) -> torch.Tensor:
+        made = self.tried(lambda: torch.empty(shape, dtype=self._dtype, device=self._device))
+        tensor = made if made is not None else self._in_spare(shape)
+        receive(tensor, peer)
+        return tensor
+
+    def send(self, tensor: torch.Tensor | None, shape: tuple[int, ...], peer: int) -> None:
+        """Zeros, where there is nothing."""
+        made = self.tried(tensor.contiguous) if tensor is not None else None
+        send(made if made is not None else self._in_spare(shape).zero_(), peer)
+
+    def _in_spare(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._spare[: math.prod(shape)].view(shape)
+
+    def end(self) -> None:
+        """Raises what has failed."""
+        if self.failure is not None:
+            raise self.failure
+
+
 class PipelineEngine(Engine):
     """The engine of one stage, which saves its own state."""
 
+    ranks: Pipelined
+
     def __init__(self, built: Built, plan: Plan, group: Group):
         self.group = group
-        self.own = layers_of(len(built.layers), group.rank, group.size)
+        self.own = layers_of(len(built.layers), group.rank, group.size, plan.stages)
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
         _prune(built, self.own, self.is_first, self.is_last)
         super().__init__(built, plan, Pipelined(group))
@@ -119,44 +178,47 @@ class PipelineEngine(Engine):
 
     def _accumulate(self, groups: list[list[Batch]], grad_scale: float, observe: Observer) -> torch.Tensor:
         batches = [batch for group in groups for batch in group]
-        failure: list[Exception] = []
+        loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
+        try:
+            passing = self._open([batch.input_ids for batch in batches])
+        except PeerAway:  # who observes the update tells what has happened
+            return loss
         running: list[Running | None] = []
         kept = _Kept(self.plan.recompute_layers)
-        loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
         for batch in batches:
-            arrived = self._receive(batch, self.group.rank - 1) if not self.is_first else None
-            state = self._tried(failure, lambda b=batch, a=arrived: self._forward(b, a, kept, observe))  # type: ignore[misc]
+            shape = self._shape(batch.input_ids)
+            arrived = passing.receive(shape, self.group.rank - 1) if not self.is_first else None
+            state = passing.tried(lambda b=batch, a=arrived: self._forward(b, a, kept, observe))  # type: ignore[misc]
             running.append(state)
             if not self.is_last:
-                self._send(state.hidden if state is not None else None, batch, self.group.rank + 1)
-        self._tried(failure, lambda: observe("tail", 0))
+                passing.send(state.hidden if state is not None else None, shape, self.group.rank + 1)
+        passing.tried(lambda: observe("tail", 0))
         if self.is_last:
             there = [state for state in running if state is not None]
-            part = self._tried(failure, lambda: self._loss(there, grad_scale))
+            part = passing.tried(lambda: self._loss(there, grad_scale))
             loss = loss if part is None else part
         for batch, state in zip(batches, running, strict=True):
+            shape = self._shape(batch.input_ids)
             if not self.is_last:
-                grad = self._receive(batch, self.group.rank + 1)
+                grad = passing.receive(shape, self.group.rank + 1)
                 if state is not None:
                     state.grad = grad
-            self._tried(failure, lambda s=state: self._backward(s, kept, observe))  # type: ignore[misc]
+            passing.tried(lambda s=state: self._backward(s, kept, observe))  # type: ignore[misc]
             if not self.is_first:
-                self._send(state.grad if state is not None else None, batch, self.group.rank - 1)
-        if failure:
-            raise failure[0]
+                passing.send(state.grad if state is not None else None, shape, self.group.rank - 1)
+        passing.end()
         return loss
 
-    def _tried(self, failure: list[Exception], work: Callable[[], Any]) -> Any:
-        """The result, or None once anything has failed: the exchange goes on, so that no other rank waits.
+    def _shape(self, input_ids: Any) -> tuple[int, ...]:
+        """Of a micro-batch's hidden states."""
+        return (*input_ids.shape, self.width)
 
-        Whatever it is, also a step that is given up: it is raised when the pass is over."""
-        if failure:
-            return None
-        try:
-            return work()
-        except Exception as problem:  # noqa: BLE001 not silenced: raised when the pass is over
-            failure.append(problem.with_traceback(None))
-            return None
+    def _open(self, each_input_ids: Sequence[Any]) -> _Pass:
+        """A pass over these, begun by all ranks. Raises PeerAway where another one has failed before it."""
+        sizes = [math.prod(self._shape(input_ids)) for input_ids in each_input_ids]
+        passing = _Pass(sizes, self.built.compute_dtype, self.built.device)
+        self.ranks.close()
+        return passing
 
     def _forward(self, batch: Batch, arrived: torch.Tensor | None, kept: _Kept, observe: Observer) -> Running:
         state = start(self.driver, batch, self.trains_embedding)
@@ -183,18 +245,6 @@ class PipelineEngine(Engine):
             state.embedded.backward(state.grad)
             self.masters.collect(self._parts["embed", 0])
 
-    def _receive(self, batch: Batch, peer: int) -> torch.Tensor:
-        shape = (*batch.input_ids.shape, self.width)
-        tensor = torch.empty(shape, dtype=self.built.compute_dtype, device=self.built.device)
-        receive(tensor, peer)
-        return tensor
-
-    def _send(self, tensor: torch.Tensor | None, batch: Batch, peer: int) -> None:
-        if tensor is None:
-            shape = (*batch.input_ids.shape, self.width)
-            tensor = torch.zeros(shape, dtype=self.built.compute_dtype, device=self.built.device)
-        send(tensor.contiguous(), peer)
-
     @property
     def width(self) -> int:
         return int(self.built.model.get_input_embeddings().weight.shape[-1])
@@ -203,17 +253,21 @@ class PipelineEngine(Engine):
     def evaluate(self, host_batches: Sequence[HostBatch]) -> tuple[float, int]:
         """The last rank's sums; (0, 0) on the others."""
         total, count = 0.0, 0
-        failure: list[Exception] = []
+        self.ranks.evaluations(len(host_batches))
+        try:
+            passing = self._open([host.input_ids for host in host_batches])
+        except PeerAway:
+            return total, count
         for host in host_batches:
-            batch = to_device(host, self.built.device, dropout_seed=None)
-            arrived = self._receive(batch, self.group.rank - 1) if not self.is_first else None
-            found = self._tried(failure, lambda b=batch, a=arrived: self._evaluated(b, a))  # type: ignore[misc]
+            shape = self._shape(host.input_ids)
+            batch = passing.tried(lambda h=host: to_device(h, self.built.device, dropout_seed=None))  # type: ignore[misc]
+            arrived = passing.receive(shape, self.group.rank - 1) if not self.is_first else None
+            found = passing.tried(lambda b=batch, a=arrived: self._evaluated(b, a))  # type: ignore[misc]
             if not self.is_last:
-                self._send(found, batch, self.group.rank + 1)
-            elif found is not None:
+                passing.send(found, shape, self.group.rank + 1)
+            elif found is not None and batch is not None:
                 total, count = total + found, count + batch.num_targets
-        if failure:
-            raise failure[0]
+        passing.end()
         return total, count
 
     def _evaluated(self, batch: Batch, arrived: torch.Tensor | None) -> Any:
@@ -225,13 +279,8 @@ class PipelineEngine(Engine):
         return loss.item()
 
     def pass_by(self, host_batches: Sequence[HostBatch]) -> None:
-        """Its neighbours have these batches too: what comes is taken, zeros are handed on."""
-        for host in host_batches:
-            batch = to_device(host, self.built.device, dropout_seed=None)
-            if not self.is_first:
-                self._receive(batch, self.group.rank - 1)
-            if not self.is_last:
-                self._send(None, batch, self.group.rank + 1)
+        self.ranks.evaluations(len(host_batches))
+        self.ranks.drain()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -271,13 +320,13 @@ class PipelineEngine(Engine):
         """This stage's own (`slices.Parts`)."""
         tensors, numbers = flatten_state(self.optimizer, self.names)
         mine = Parts({f"optimizer|{name}": tensor for name, tensor in tensors.items()})
-        mine |= {f"parameter|{name}": tensor for name, tensor in super().trained_tensors().items()}
+        mine |= {f"parameter|{name}": master.detach() for name, (_, master) in self.masters.pairs.items()}
         values = {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
         return mine, values  # type: ignore[return-value]
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
         mine = set(self.names)
-        own = {name: tensors[name] for name in tensors if name.split("|")[1] in mine}
+        own = Picked(tensors, {name: name for name in tensors if name.split("|")[1] in mine})
         numbers = {name: value for name, value in values["optimizer"].items() if name.rpartition("|")[0] in mine}
         super().load_state(own, values | {"optimizer": numbers})
 

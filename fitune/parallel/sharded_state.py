@@ -8,7 +8,7 @@ for a layer's own weights (`FromRing`), after each update for adapters and ends 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch import nn
 from fitune.engine.engine import Engine
 from fitune.engine.optimizers import Masters, restore_state
 from fitune.engine.parts import ENDS, part_of
-from fitune.engine.ranks import Alone
+from fitune.engine.ranks import Several
+from fitune.engine.step import Observer
 from fitune.errors import UserError
 from fitune.model.build import Built
 from fitune.parallel.exchange import all_gather, all_reduce, broadcast, reduce_scatter, total_norm
@@ -71,10 +72,14 @@ class Unit:
         """This rank's part of a whole row."""
         return row[self.group.rank * self.part : (self.group.rank + 1) * self.part]
 
-    def publish(self) -> None:
-        """Round the master into what the layers compute with."""
+    def round(self) -> torch.Tensor | None:
+        """Round the master into this rank's part of what the layers compute with; what of it `publish` is to send."""
         if self.compute.data_ptr() != self.master.data_ptr():
             self.compute.copy_(self.master.detach())
+        return None
+
+    def publish(self, sent: torch.Tensor | None) -> None:
+        """Hand what `round` gave to the other ranks; all of them call it together."""
 
     def to_host(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
         """Every rank's part of a row put together in the first rank's host memory, by name; nothing on the others."""
@@ -95,18 +100,21 @@ class Unit:
                 yield place, start - place.start, slice(start - first, end - first)
 
     def cut(self, part: torch.Tensor, label: str) -> dict[str, Slice]:
-        """This rank's part of a row by tensor, in host memory; `label` makes the keys of the tensors' names."""
-        mine = part.detach().reshape(-1).to("cpu", torch.float32)
+        """This rank's part of a row (in fp32) by tensor, in the same memory; `label` makes the keys of the tensors'
+        names."""
+        mine = part.detach().view(-1)
         return {
             label.format(place.name): Slice(mine[where], start, tuple(place.shape))
             for place, start, where in self.overlaps()
         }
 
     def read(self, tensors: Saved, label: str) -> torch.Tensor:
-        """Inverse of `cut`, from whole tensors, of which no more than this rank's part is read; on the device."""
+        """Inverse of `cut`, from whole tensors, of which no more than this rank's part is read; on the device. A tensor
+        that is not there is zeros: state of a parameter that has had no update."""
         part = torch.zeros(self.part, dtype=torch.float32)
         for place, start, where in self.overlaps():
-            part[where] = tensors.elements(label.format(place.name), start, where.stop - where.start)
+            if (name := label.format(place.name)) in tensors:
+                part[where] = tensors.elements(name, start, where.stop - where.start)
         return part.to(self.device)
 
 
@@ -129,9 +137,13 @@ class Whole(Unit):
         broadcast(self.row)
         self.hold(self.mine(self.row))
 
-    def publish(self) -> None:
-        super().publish()
-        all_gather(self.row, self.compute.clone())
+    def round(self) -> torch.Tensor:
+        super().round()
+        return self.compute.clone()
+
+    def publish(self, sent: torch.Tensor | None) -> None:
+        assert sent is not None
+        all_gather(self.row, sent)
 
 
 class FromRing(Unit):
@@ -155,7 +167,11 @@ class FromRing(Unit):
 
 
 class ShardedMasters(Masters):
-    """Units instead of pairs of parameters; the optimizer updates each unit's part."""
+    """Units instead of pairs of parameters; the optimizer updates each unit's part.
+
+    Attributes:
+        is_dropped: the step in work has failed on this rank, which only takes part in what is left of it.
+    """
 
     def __init__(self, built: Built, trainable: dict[str, nn.Parameter], group: Group, ring: ShardedRing):
         self.pairs = {}
@@ -168,6 +184,7 @@ class ShardedMasters(Masters):
         self._spare = [torch.zeros(largest, dtype=torch.float32, device=built.device) for _ in range(2)]
         self._rows: dict[int, torch.Tensor] = {}
         self._exchanged: list[tuple[Any, int, torch.Tensor, torch.Tensor]] = []
+        self.is_dropped = False
 
     def parameters(self) -> list[nn.Parameter]:
         return [unit.master for unit in self.units]
@@ -193,15 +210,41 @@ class ShardedMasters(Masters):
                 self._rows[key] = self._spare.pop()
         return self._rows[key][: unit.count]
 
-    def reduce(self, layer: Layer) -> None:
-        """Begin to add up what the ranks have collected for a layer (None: for everything outside the layers)."""
-        for key, unit in enumerate(self.units):
-            if unit.layer == layer:
-                row = self._row(unit)
-                part = torch.empty(unit.part, dtype=torch.float32, device=unit.device)
-                self._exchanged.append((reduce_scatter(part, row), key, part, self._rows.pop(key)))
-                if layer is None:
-                    self._settle(len(self._exchanged))
+    def prepare(self) -> list[torch.Tensor]:
+        """Makes the rows of everything outside the layers, and where this rank's parts of their sums come to."""
+        outside = [unit for unit in self.units if unit.layer is None]
+        for unit in outside:
+            self._row(unit)
+        return [self._part(unit) for unit in outside]
+
+    def _part(self, unit: Unit) -> torch.Tensor:
+        return torch.empty(unit.part, dtype=torch.float32, device=unit.device)
+
+    def reduce(self, layer: Layer, made: Sequence[torch.Tensor] | None = None) -> None:
+        """Begin to add up what the ranks have collected for a layer (None: for everything outside the layers).
+
+        Args:
+            made: parts that `prepare` gave.
+
+        Raises:
+            RuntimeError: no memory for a part. The exchange was begun all the same, since the others are in it.
+        """
+        failure: Exception | None = None
+        for number, (key, unit) in enumerate((k, u) for k, u in enumerate(self.units) if u.layer == layer):
+            row = self._row(unit)
+            part = unit.mine(row)  # where nothing comes of it
+            if made is not None:
+                part = made[number]
+            elif not self.is_dropped and failure is None:
+                try:
+                    part = self._part(unit)
+                except (RuntimeError, MemoryError) as problem:
+                    failure = problem.with_traceback(None)
+            self._exchanged.append((reduce_scatter(part, row), key, part, self._rows.pop(key)))
+            if layer is None:
+                self._settle(len(self._exchanged))
+        if failure is not None:
+            raise failure
 
     def settle(self) -> None:
         """Until everything that was begun is in the masters' gradients."""
@@ -221,6 +264,7 @@ class ShardedMasters(Masters):
 
     def forget(self) -> None:
         self.settle()
+        self.is_dropped = False
         for p in self._trainable.values():
             p.grad = None
         for unit in self.units:
@@ -229,10 +273,18 @@ class ShardedMasters(Masters):
         self._rows.clear()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def round(self) -> list[torch.Tensor | None]:
+        """What every unit is to send (`Unit.round`)."""
+        return [unit.round() for unit in self.units]
+
+    def send(self, rounded: list[torch.Tensor | None]) -> None:
+        """Hand what `round` gave to the other ranks; all of them call it together. The list is used up."""
         for unit in self.units:
-            unit.publish()
+            unit.publish(rounded.pop(0))
         self._ring.forget_all()
+
+    def publish(self) -> None:
+        self.send(self.round())
 
 
 def _units(built: Built, trainable: dict[str, nn.Parameter], group: Group) -> Iterator[Unit]:
@@ -252,7 +304,7 @@ def _units(built: Built, trainable: dict[str, nn.Parameter], group: Group) -> It
         yield Whole(place, parameters, group)
 
 
-class Sharded(Alone):
+class Sharded(Several):
     """The engine's view of the other ranks: every pass is made by all of them, with or without rows of their own."""
 
     def __init__(self, group: Group, ring: ShardedRing):
@@ -285,9 +337,13 @@ class Sharded(Alone):
         self._left, self._backward = int(self.group.largest([num_passes])[0]), False
         return self._left
 
-    def add_up(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor:
+    def prepare(self, loss: torch.Tensor, masters: Masters) -> list[torch.Tensor]:
         assert self._masters is not None
-        self._masters.reduce(None)
+        return self._masters.prepare()
+
+    def add_up(self, loss: torch.Tensor, masters: Masters, made: list[torch.Tensor]) -> torch.Tensor:
+        assert self._masters is not None
+        self._masters.reduce(None, made)
         self._masters.settle()
         total = loss.detach().float()
         all_reduce(total)
@@ -296,7 +352,17 @@ class Sharded(Alone):
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         return total_norm(grads)
 
+    def publish(self, masters: Masters, observe: Observer) -> None:
+        assert self._masters is not None
+        rounded = self._masters.round()
+        observe("publish", 0)
+        with self.together():
+            self._masters.send(rounded)
+
     def drain(self) -> None:
+        super().drain()
+        if self._masters is not None:
+            self._masters.is_dropped = True  # until its gradients are forgotten
         self.ring.finish()
         there: list[tuple[str, int]] = [("layer", index) for index in range(self.ring.num_layers)]
         while self._left > 0:
@@ -356,7 +422,7 @@ class ShardedEngine(Engine):
                 elif not isinstance(value, torch.Tensor):
                     numbers |= {f"{place.name}|{key}": value for place in unit.places}
                 elif unit.group.is_leader:  # a number that all ranks have
-                    tensors |= {_OPTIMIZER.format(place.name) + key: value.detach().cpu() for place in unit.places}
+                    tensors |= {_OPTIMIZER.format(place.name) + key: value.detach() for place in unit.places}
         values = {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
         return tensors, values  # type: ignore[return-value]
 
@@ -386,12 +452,19 @@ class ShardedEngine(Engine):
         self, name: str, unit: Unit, tensors: Saved, saved_numbers: dict[str, Any], state: dict[str, torch.Tensor],
         numbers: dict[str, Any],
     ) -> None:  # fmt: skip
-        first = unit.places[0]
-        prefix = _OPTIMIZER.format(first.name)
-        for key in [full.removeprefix(prefix) for full in tensors if full.startswith(prefix)]:
-            whole = tensors.shape(prefix + key) == tuple(first.shape)
-            state[f"{name}|{key}"] = unit.read(tensors, _OPTIMIZER + key) if whole else tensors[prefix + key]
-        for full, value in saved_numbers.items():
-            owner, _, key = full.rpartition("|")
-            if owner == first.name:
-                numbers[f"{name}|{key}"] = value
+        """A unit's state out of that of its tensors, which need not all have one. What they have in common (how many
+        updates there were) is that of the one with most of them."""
+        for place in unit.places:
+            prefix = _OPTIMIZER.format(place.name)
+            for full in [full for full in tensors if full.startswith(prefix)]:
+                key = full.removeprefix(prefix)
+                before = state.get(f"{name}|{key}")
+                if tensors.shape(full) != tuple(place.shape):
+                    found = tensors[full]
+                    state[f"{name}|{key}"] = found if before is None else torch.maximum(before, found)
+                elif before is None:
+                    state[f"{name}|{key}"] = unit.read(tensors, _OPTIMIZER + key)
+            for full, value in saved_numbers.items():
+                owner, _, key = full.rpartition("|")
+                if owner == place.name:
+                    numbers[f"{name}|{key}"] = max(value, numbers.get(f"{name}|{key}", value))

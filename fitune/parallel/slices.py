@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `start` to `start + n` of a tensor of `shape` in its flat order; `part` [n] is on the CPU."""
+    """Elements `start` to `start + n` of a tensor of `shape` in its flat order: `part` [n]."""
 
     part: torch.Tensor
     start: int
@@ -21,6 +21,10 @@ class Slice:
 class Parts(dict[str, torch.Tensor | Slice]):
     """A rank's share of a run's state: together the ranks' shares have every element once. What is no `Slice` is
     whole."""
+
+
+class Gathered(dict[str, torch.Tensor]):
+    """State that was put together from all ranks in host memory: copies, which nothing else holds."""
 
 
 class Saved(Mapping[str, torch.Tensor]):

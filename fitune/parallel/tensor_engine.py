@@ -12,14 +12,15 @@ from torch import nn
 
 from fitune.engine.batch import Batch, HostBatch
 from fitune.engine.engine import Engine, StepResult
-from fitune.engine.optimizers import Masters, flatten_state
-from fitune.engine.ranks import Alone
+from fitune.engine.optimizers import Masters, Picked, flatten_state
+from fitune.engine.ranks import Several
 from fitune.engine.step import Observer, ignore, tail_loss
 from fitune.model.build import Built
 from fitune.model.loss import IGNORED
 from fitune.parallel.exchange import receive, send, total_norm
 from fitune.parallel.group import Group
-from fitune.parallel.replicated import sum_gradients
+from fitune.parallel.replicated import room_for, sum_gradients
+from fitune.parallel.slices import Gathered
 from fitune.parallel.tensor import Split
 from fitune.parallel.tensor_exchange import Exchanges, Sizes
 from fitune.plan import Plan
@@ -27,7 +28,7 @@ from fitune.plan import Plan
 _TRIED_TOKENS = 4
 
 
-class TensorRanks(Alone):
+class TensorRanks(Several):
     """The engine's view of the other ranks: the same records and loss on all, other parts of each weight."""
 
     def __init__(self, split: Split, device: torch.device):
@@ -40,13 +41,21 @@ class TensorRanks(Alone):
             self._kinds[self.split.kind(name)].append(master)
         return made
 
-    def add_up(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor:
+    def _added_up(self) -> list[nn.Parameter]:
+        return [p for kind in ("same", "partial") for p in self._kinds[kind] if p.grad is not None]
+
+    def prepare(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor | None:
+        added_up = self._added_up()
+        return room_for(added_up) if added_up else None
+
+    def add_up(self, loss: torch.Tensor, masters: Masters, made: torch.Tensor | None) -> torch.Tensor:
         """Partial gradients are added up. Those that are the same are averaged: kernels need not give the same bits
         everywhere, and copies that drift apart would be found by nobody."""
-        same = [p for p in self._kinds["same"] if p.grad is not None]
-        for p in same:
-            p.grad /= self.split.size
-        sum_gradients([*same, *(p for p in self._kinds["partial"] if p.grad is not None)])
+        for p in self._kinds["same"]:
+            if p.grad is not None:
+                p.grad /= self.split.size
+        if made is not None:
+            sum_gradients(self._added_up(), made)
         return loss
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
@@ -56,6 +65,7 @@ class TensorRanks(Alone):
         return torch.hypot(cut, whole.to(cut.device))
 
     def drain(self) -> None:
+        super().drain()
         self.split.exchanges.finish(self.device)
 
 
@@ -172,7 +182,7 @@ class TensorEngine(Engine):
     def _whole(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
         """On the first rank, in host memory, the tensor of which `own` is this rank's part; None on the others, who
         take part."""
-        cut, part = self.split.cuts.get(name), own.detach().cpu().contiguous()
+        cut, part = self.split.cuts.get(name), own.detach().to("cpu", copy=True).contiguous()
         if not self.group.is_leader:
             if cut is not None:
                 send(part, 0)
@@ -217,10 +227,12 @@ class TensorEngine(Engine):
             whole = self._whole(name if is_part else "", tensor)
             if whole is not None:
                 tensors[f"optimizer|{full}"] = whole
-        return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        values = {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        return Gathered(tensors), values
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
-        super().load_state({full: self._part(full.split("|")[1], tensors[full]) for full in tensors}, values)
+        form = lambda full, whole: self._part(full.split("|")[1], whole)  # noqa: E731
+        super().load_state(Picked(tensors, {full: full for full in tensors}, form), values)
 
     def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a saved tensor; one that is no whole of it as it is."""

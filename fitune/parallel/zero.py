@@ -14,8 +14,7 @@ state, one tensor after the other, kept in the first rank's host memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import nn
 from fitune.engine.batch import HostBatch, to_device
 from fitune.engine.engine import Engine, StepResult, _counts, _finite
 from fitune.engine.optimizers import _BNB_TABLES, Masters, build_optimizer
-from fitune.engine.ranks import Alone
+from fitune.engine.ranks import Several
 from fitune.engine.step import Observer, ignore
 from fitune.errors import EXIT_FAILED, NotFinite, UserError
 from fitune.model.build import Built
@@ -34,6 +33,7 @@ from fitune.model.formats import DENSE
 from fitune.model.loss import IGNORED
 from fitune.parallel.exchange import all_reduce
 from fitune.parallel.group import Group
+from fitune.parallel.slices import Gathered, Saved
 from fitune.parallel.zero_config import config_of, low_precision, stage_of
 from fitune.parallel.zero_library import card_of_this_rank, load_deepspeed
 from fitune.parallel.zero_model import Work
@@ -51,12 +51,12 @@ class ZeroMasters(Masters):
         return self._shown
 
 
-class Ranks(Alone):
-    """The engine's view of the other ranks: every pass is made by all of them."""
+class Ranks(Several):
+    """The engine's view of the other ranks: every pass is made by all of them. Inside `together` DeepSpeed's hooks make
+    ranks meet."""
 
     def __init__(self, group: Group):
         self.group = group
-        self.is_exchanging = False
 
     def totals(self, num_tokens: int, num_targets: int, num_passes: int) -> tuple[int, int, int]:
         told = self.group.gather((num_tokens, num_targets, num_passes))
@@ -64,22 +64,6 @@ class Ranks(Alone):
 
     def evaluations(self, num_passes: int) -> int:
         return int(self.group.largest([num_passes])[0])
-
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Inside, DeepSpeed's hooks make ranks meet: one that leaves with an error has left the others waiting."""
-        self.is_exchanging = True
-        yield
-        self.is_exchanging = False
-
-    def drain(self) -> None:
-        """Nothing to take part in, or no way to: then the processes have to be started again.
-
-        Raises:
-            RuntimeError: the others wait in an exchange that cannot be caught up with.
-        """
-        if self.is_exchanging:
-            raise RuntimeError("a step that DeepSpeed has begun cannot be given up by one rank")
 
 
 class ZeroEngine(Engine):
@@ -141,7 +125,8 @@ class ZeroEngine(Engine):
             for group in self.zero.optimizer.param_groups:
                 group["lr"] = lr
             self.zero.optimizer.clip_grad = self.plan.clip
-            self.zero.step()
+            with self.ranks.together():
+                self.zero.step()
             self.updating = False
             if self.zero.was_step_applied():
                 break
@@ -160,13 +145,12 @@ class ZeroEngine(Engine):
         observe: Observer,
     ) -> float:  # fmt: skip
         """Forward and backward of every micro-batch; the step's loss. What an observer raises waits for the end."""
-        assert isinstance(self.ranks, Ranks)
         failure: list[Exception] = []
         weight = self.group.size / max(num_targets, 1)
         loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
         if self.scaler.enabled:
             self.zero.optimizer.override_loss_scale(self.scaler.scale)
-        with self.ranks.exchanging():
+        with self.ranks.together():
             for number in range(num_passes):
                 self._observed(failure, observe, "forward", number)
                 host = host_batches[number] if number < len(host_batches) else _nothing()
@@ -211,11 +195,18 @@ class ZeroEngine(Engine):
         """Of stage 3 all ranks make every pass, also after a failure, which is raised at the end."""
         total, count = 0.0, 0
         failure: Exception | None = None
-        passes = self.ranks.evaluations(len(host_batches)) if self.stage == 3 else len(host_batches)
         assert isinstance(self.ranks, Ranks)
+        passes = self.ranks.evaluations(len(host_batches)) if self.stage == 3 else len(host_batches)
+        self.ranks.is_exchanging = self.stage == 3  # the others have begun their passes
+        nothing = to_device(_nothing(), self.built.device, dropout_seed=None)
+        self.ranks.is_exchanging = False
         for number in range(passes):
-            has_rows = number < len(host_batches) and failure is None
-            batch = to_device(host_batches[number] if has_rows else _nothing(), self.built.device, dropout_seed=None)
+            has_rows, batch = number < len(host_batches) and failure is None, nothing
+            try:
+                if has_rows:
+                    batch = to_device(host_batches[number], self.built.device, dropout_seed=None)
+            except (RuntimeError, MemoryError) as problem:
+                failure, has_rows = problem.with_traceback(None), False
             self.ranks.is_exchanging = self.stage == 3
             loss = self.zero(batch, self.plan.recompute_layers, self.plan.loss_chunk, 1.0, 1.0)
             self.ranks.is_exchanging = False
@@ -264,7 +255,8 @@ class ZeroEngine(Engine):
                     tensors |= {f"optimizer|{name}|{key}": value.detach().cpu().clone() for name in self.names}
             else:
                 numbers |= {f"{name}|{key}": value for name in self.names}
-        return tensors, {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        values = {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        return Gathered(tensors), values
 
     def _state_of_part(self) -> dict[str, Any]:
         """The optimizer's state of this rank's first part; empty before the first update."""
@@ -303,23 +295,35 @@ class ZeroEngine(Engine):
 
     def _load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: dict[str, Any]) -> None:
         """State made anew on every part, then filled from whole tensors."""
-        first = self.names[0]
-        prefix = f"optimizer|{first}|"
-        keys = [full.removeprefix(prefix) for full in tensors if full.startswith(prefix)]
-        plain = {full.rpartition("|")[2]: value for full, value in numbers.items() if full.startswith(f"{first}|")}
-        if not keys and not plain:
+        assert isinstance(tensors, Saved)
+        whole: set[str] = set()
+        common: dict[str, torch.Tensor] = {}
+        plain: dict[str, Any] = {}
+        for full in tensors:
+            kind, _, rest = full.partition("|")
+            name, _, key = rest.rpartition("|")
+            if kind != "optimizer" or name not in self.shapes:
+                continue
+            if tensors.shape(full) == tuple(self.shapes[name]):
+                whole.add(key)
+            else:  # how many updates there were: of the parameter with most of them
+                common[key] = torch.maximum(tensors[full], common.get(key, tensors[full]))
+        for full, value in numbers.items():
+            key = full.rpartition("|")[2]
+            plain[key] = max(value, plain.get(key, value))
+        if not whole and not common and not plain:
             return
-        whole = [key for key in keys if tensors[prefix + key].shape == self.shapes[first]]
         for part in self.parts:
-            state: dict[str, Any] = {key: torch.zeros_like(part) for key in whole}
-            state |= {key: tensors[prefix + key].to(part.device, copy=True) for key in keys if key not in whole}
+            state: dict[str, Any] = {key: torch.zeros_like(part) for key in sorted(whole)}
+            state |= {key: value.to(part.device, copy=True) for key, value in common.items()}
             self._inner().state[part] = state | plain
         if self.stage != 3:
             self.zero.optimizer._lazy_init_hp_params_optimizer_state()
-        for key in whole:
+        for key in sorted(whole):
             for name, p in self.parameters.items():
-                value = tensors[f"optimizer|{name}|{key}"].to(self.built.device, torch.float32)
-                self._utils.safe_set_full_optimizer_state(p, value, key)
+                if (full := f"optimizer|{name}|{key}") in tensors:  # else there was no update of it: zeros
+                    value = tensors[full].to(self.built.device, torch.float32)
+                    self._utils.safe_set_full_optimizer_state(p, value, key)
 
 
 def check_formats(work: Work, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import warnings
@@ -40,6 +41,11 @@ def load_deepspeed(device: str) -> Any:
     warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
     _without_compiler(deepspeed)
     return deepspeed
+
+
+def is_installed() -> bool:
+    """Whether this Python has DeepSpeed, without importing it."""
+    return importlib.util.find_spec("deepspeed") is not None
 
 
 def _without_compiler(deepspeed: Any) -> None:

@@ -67,9 +67,13 @@ class Advice:
     def within(self) -> tuple[CardAdvice, ...]:
         return self.cards[: self.num_within]
 
+    @property
+    def picks(self) -> dict[str, CardAdvice]:
+        return costs.picks(self.within, self.limits.get("max_cost"))
+
     def as_dict(self) -> dict[str, Any]:
         """What `fitune gpus MODEL --data … --json` prints."""
-        best = costs.picks(self.within)
+        best = self.picks
         return {
             "model": self.recipe.model, "recipe": self.recipe.as_dict(), "job": self.job.as_dict(),
             "prices": {"name": self.prices.name, "date": self.prices.date, "currency": self.prices.currency},
@@ -276,7 +280,7 @@ def _quickest(result: PlanResult, gpu: Gpu, used: int, job: Job, decoder: Any) -
 def ram_bytes(plan: Plan, decoder: Any) -> int:
     """What frozen weights take of the machine's RAM while they are streamed; 0 where they are not. All cards of a
     machine stream the same copy. The process itself takes some GiB more."""
-    from fitune.speed.work import BASE_BYTES
+    from fitune.speed.layer_work import BASE_BYTES
 
     if plan.stream_from in ("none", "disk"):
         return 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fitune.errors import UserError
 from fitune.memory import known
 from fitune.plan import Adapter, Plan
-from fitune.planner import ladder, placement, sharing
+from fitune.planner import in_host, ladder, placement, sharing
 from fitune.planner.context import PlanContext
 from fitune.planner.target import Target
 from fitune.recipe import QUANTISED_FORMATS
@@ -40,6 +40,8 @@ def choose(context: PlanContext, formats: list[str]) -> tuple[list[ladder.Candid
     # Not for the many offers to whom nothing fits, nor where not even a context has room.
     if not found and context.replays and not context.is_simple and context.limit_bytes > 0:
         found = _tight(context, [draft for draft, _ in tried])
+        for draft, _ in tried:
+            found += in_host.candidates(context, draft, search)
     return ladder.ordered(found), tried
 
 
@@ -58,7 +60,7 @@ def _tight(context: PlanContext, formats: list[Plan]) -> list[ladder.Candidate]:
                 break
             for placed in drafts:
                 candidates = search(context, placed).fitting(context.limit_bytes)
-                found += [s for c in candidates if (s := _settled(context, c)) is not None]
+                found += [s for c in candidates if (s := settled(context, c)) is not None]
         streams = [c for c in found if c.draft.stream_from != "none"]
         if streams:
             found += _most_resident(context, ladder.ordered(streams)[0])
@@ -76,8 +78,8 @@ def _has_ram(context: PlanContext, draft: Plan) -> bool:
         return False
     width = context.row_width(plan)
     terms = placement.terms_of(context, plan, context.num_rows(plan))(1, width, plan.loss_chunk)
-    settled = placement.settled(context, plan, terms, width)
-    return settled is not None and settled.stream_from != "disk"
+    placed = placement.settled(context, plan, terms, width)
+    return placed is not None and placed.stream_from != "disk"
 
 
 def least_of(context: PlanContext, tried: Tried) -> ladder.Candidate:
@@ -86,8 +88,8 @@ def least_of(context: PlanContext, tried: Tried) -> ladder.Candidate:
     for draft, _ in () if context.is_simple else tried:
         for placed in sharing.drafts(draft, placement.drafts(draft), context.recipe):
             if placed.accumulation_order == "micro-batch-major" and placed.resident_layers in (0, None):
-                settled = _settled(context, search(context, placed).smallest())
-                found += [settled] if settled is not None else []
+                least = settled(context, search(context, placed).smallest())
+                found += [least] if least is not None else []
     return min(found, key=lambda c: c.peak_bytes)
 
 
@@ -102,14 +104,14 @@ def _placed(context: PlanContext, draft: Plan, resident: list[ladder.Candidate])
     found = []
     for placed in sharing.drafts(draft, placement.drafts(draft), context.recipe):
         candidates = search(context, placed).fitting(context.limit_bytes)
-        found += [s for c in candidates if (s := _settled(context, c)) is not None]
+        found += [s for c in candidates if (s := settled(context, c)) is not None]
     streamed = [c for c in found if c.draft.stream_from not in ("none", "shards")]
     if streamed:
         found += _most_resident(context, ladder.ordered(streamed)[0])
     return found
 
 
-def _settled(context: PlanContext, candidate: ladder.Candidate) -> ladder.Candidate | None:
+def settled(context: PlanContext, candidate: ladder.Candidate) -> ladder.Candidate | None:
     """The candidate where the host has room for it; None where it has none, or nothing of it is there."""
     plan = candidate.plan
     if plan.offload_inputs and plan.recompute_layers == 0:
@@ -118,11 +120,11 @@ def _settled(context: PlanContext, candidate: ladder.Candidate) -> ladder.Candid
         return None
     width, rows = context.row_width(plan), context.num_rows(plan)
     terms = placement.terms_of(context, candidate.draft, rows)(plan.micro_batch, width, plan.loss_chunk)
-    settled = placement.settled(context, plan, terms, width)
-    if settled is None or settled.stream_from == plan.stream_from:
-        return candidate if settled is not None else None
-    draft = candidate.draft.with_(stream_from=settled.stream_from)
-    return replace(candidate, draft=draft, cost=context.step_time(settled).step_s)
+    placed = placement.settled(context, plan, terms, width)
+    if placed is None or placed.stream_from == plan.stream_from:
+        return candidate if placed is not None else None
+    draft = candidate.draft.with_(stream_from=placed.stream_from)
+    return replace(candidate, draft=draft, cost=context.step_time(placed).step_s)
 
 
 def _most_resident(context: PlanContext, candidate: ladder.Candidate) -> list[ladder.Candidate]:
@@ -140,8 +142,8 @@ def _most_resident(context: PlanContext, candidate: ladder.Candidate) -> list[la
             low, best = middle, made
         else:
             high = middle
-    settled = None if best is None else _settled(context, best)
-    return [] if settled is None else [settled]
+    found = None if best is None else settled(context, best)
+    return [] if found is None else [found]
 
 
 def base_formats(context: PlanContext) -> list[str]:
@@ -198,7 +200,7 @@ def draft_of(context: PlanContext, base_format: str) -> Plan:
     if packing and not can_pack:
         raise UserError(
             "this model cannot pack records",
-            "its layers carry state across a row, or use their own attention",
+            "its layers carry state across a row, count its tokens by themselves, or use their own attention",
             "use --no-packing",
         )
     optimizer = "adamw" if recipe.optimizer == "auto" else recipe.optimizer

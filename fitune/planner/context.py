@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.memory import known, shipped
 from fitune.memory.constants import HEADROOM
+from fitune.memory.layouts import REPLICATED
 from fitune.memory.variant import variant_of
-from fitune.plan import Plan
+from fitune.plan import Plan, Share
 from fitune.planner import lengths, positions
 from fitune.planner.lengths import DataFacts
 from fitune.planner.target import Target, choose_target, notes_on
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from fitune.hardware import Machine
     from fitune.speed import StepTime, Workload
 
+Load = Callable[[Plan], "tuple[Plan, Workload]"]
+"""A plan as its mean step is, and what its rows hold."""
 REPLAY_MARGIN = 0.01
 """Share of the budget that a plan whose phases were replayed leaves free. On an H200 (torch 2.11, 2026-11-30) the
 driver counted at most 0.8 % (p95) more than was replayed, over 67 configurations, and no run predicted below a cap
@@ -47,6 +50,11 @@ class PlanContext:
     replays: bool = False  # what is chosen is replayed on the allocator's model before it counts as fitting
     layout: Layout = ALONE  # how several GPUs share the step; `recipe.batch` is a rank's share then
     held_back: int = 0  # bytes by which replays were above what the search had taken for granted
+    ram_wanted: list[tuple[int, Plan]] = field(default_factory=list)
+    """RAM that plans need which fit on the card with masters in RAM."""
+    targets: tuple[Target, ...] = ()  # cards of the layout's ranks; `target` stands for all of them
+    whole: PlanContext | None = None  # of the job that the layout's ranks share
+    rank: int | None = None  # the rank that this is a context of; None: any of them
 
     @property
     def is_simple(self) -> bool:
@@ -98,6 +106,24 @@ class PlanContext:
         return PlanContext(recipe, target or self.target, config, seq_len, self.data, tracers=self.tracers,
                            machine=self.machine, layout=self.layout)  # fmt: skip
 
+    def of_rank(self, rank: int, records: int) -> PlanContext:
+        """Of one rank: its own card with what all of them can compute, and its own records of a step."""
+        if self.whole is None:
+            return self
+        target = replace(self.targets[rank], bf16=self.target.bf16, flash=self.target.flash,
+                         num_ranks=self.target.num_ranks, ram_bytes=self.target.ram_bytes,
+                         pinned_bytes=self.target.pinned_bytes)  # fmt: skip
+        rows = None if self.recipe.micro_batch is None else min(self.recipe.micro_batch, records)
+        return replace(self, recipe=self.recipe.with_(batch=records, micro_batch=rows), target=target, rank=rank,
+                       data=self.whole.data_of(records))  # fmt: skip
+
+    def data_of(self, records: int) -> DataFacts | None:
+        """What the data says to a rank that has so many of a step's records."""
+        if self.data is None:
+            return None
+        tokens = -(-self.data.most_step_tokens * records // self.recipe.batch)
+        return replace(self.data, most_step_tokens=max(self.data.longest_tokens, tokens))
+
     def row_width(self, plan: Plan) -> int:
         """Tokens in the widest row that training will meet."""
         if self.data is None:
@@ -111,13 +137,34 @@ class PlanContext:
         return plan.batch
 
     def step_time(self, plan: Plan, workload: Workload | None = None) -> StepTime:
-        """Of a plan's step; without `workload` at rows as wide as the widest that training meets."""
+        """Of a plan's step; without `workload` at rows as wide as the widest that training meets. Where ranks have
+        shares of their own, of the slowest one with its share."""
         from fitune import speed
 
+        if plan.shares and plan.parallel in REPLICATED:
+            return max(self.rank_times(plan), key=lambda time: time.step_s)
         rates = self.target.calibration.rates if self.target.calibration is not None else None
         workload = workload or speed.Workload(self.row_width(plan))
+        measured = {t.name: t.calibration.rates for t in self.targets if t.calibration is not None}
         return speed.predict(plan, self.decoder, machine=self.machine, calibration=rates, workload=workload,
-                             together=self.layout.names)  # fmt: skip
+                             together=self.layout.names, calibrations=measured if self.targets else None,
+                             rank=self.rank)  # fmt: skip
+
+    def rank_times(self, plan: Plan, load: Load | None = None) -> list[StepTime]:
+        """Of each rank of a plan with shares: its own part of a step, with the tokens of the whole step.
+
+        Args:
+            load: a rank's plan as its mean step is, and what its rows hold; None: the widest rows.
+        """
+        made: dict[Share, StepTime] = {}
+        shared = sum(share.records for share in plan.shares) if self.layout.shares_records else None
+        for rank, share in enumerate(plan.shares):
+            if share not in made or plan.parallel == "pp":  # whose stages differ
+                own, rows = load(plan.of_rank(rank)) if load is not None else (plan.of_rank(rank), None)
+                time = self.of_rank(rank, share.records).step_time(own, rows)
+                times = 1.0 if shared is None else shared / share.records / plan.world_size
+                made[share] = replace(time, tokens=time.tokens * times)
+        return [made[share] for share in plan.shares]
 
     def tracer(self, plan: Plan) -> Any:
         """What gives the memory terms of a plan's variant (see `memory.known.tracer_for`), made once."""

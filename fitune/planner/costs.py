@@ -164,13 +164,18 @@ def order(cards: Sequence[CardAdvice], max_cost: float | None, max_hours: float 
     return ordered, sum(within(card, max_cost, max_hours) for card in cards)
 
 
-def picks(cards: Sequence[CardAdvice]) -> dict[str, CardAdvice]:
+def picks(cards: Sequence[CardAdvice], max_cost: float | None = None) -> dict[str, CardAdvice]:
     """The few that answer the question: `cheapest` and `fastest` to rent at a firm price, and `own`, the least
-    expensive card to buy. Of kinds that fitune was never run on (AMD, boards) none. `cards` are in the order of
-    `order`."""
+    expensive card to buy. Of kinds that fitune was never run on (AMD, boards) none.
+
+    Args:
+        cards: those within the limits, in the order of `order`.
+        max_cost: what a job may cost. A card may keep to it by a doubtful price only, and its firm one be above it.
+    """
     found: dict[str, CardAdvice] = {}
     cards = [c for c in cards if c.gpu.vendor == "NVIDIA" and c.gpu.memory_kind != "shared"]
-    priced = [c for c in cards if c.best is not None and c.best.firm and c.best.lowest is not None]
+    priced = [c for c in cards if c.best is not None and c.best.firm and c.best.lowest is not None
+              and (max_cost is None or c.best.lowest <= max_cost)]  # fmt: skip
     if priced:
         found["cheapest"] = priced[0]
         found["fastest"] = min(priced, key=lambda c: c.hours[1] if c.hours else 0.0)

@@ -52,12 +52,13 @@ class Effect:
 
 def effects(context: PlanContext, plan: Plan, *, used_only: bool = False) -> list[Effect]:
     """Every technique of the list under a plan: those it uses by what they save, then the others by what they would
-    (with `used_only` not these, and sums of tensors in place of replays: in a fraction of a second).
+    (with `used_only` not these, and sums of tensors in place of replays: in a fraction of a second). Of GPUs that are
+    not alike, on the one with the least memory.
 
     Raises:
         UserError: as `phases.phases_of`.
     """
-    job = _Job(context, plan, used_only)
+    job = _Job(context, plan.of_least(), used_only)
     found = [effect for technique in ALL if (effect := _effect(job, technique)) is not None]
     found = [effect for effect in found if effect.used or not used_only]
     return sorted(found, key=lambda e: (not e.used, -(e.saves_bytes or 0)))

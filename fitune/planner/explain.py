@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fitune.memory.in_host import is_in_host, waits
 from fitune.plan import Plan, Reason
-from fitune.planner import placement
+from fitune.planner import ladder, placement
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.units import format_bytes
 
@@ -116,6 +117,13 @@ def _slower(other: Candidate, chosen: Candidate) -> str:
     return f"{share} % slower" if share > 0 else f"{-share} % faster" if share < 0 else "as fast"
 
 
+def not_taken(other: Candidate, chosen: Candidate) -> str | None:
+    """Why a plan that is as fast as the chosen one, or faster, was not chosen; None where it is slower."""
+    if other.cost > chosen.cost:
+        return None
+    return f"{_slower(other, chosen)}, but more complex: within {ladder.AS_FAST - 1:.0%} the simplest plan is taken"
+
+
 _FROM = {"pinned": "pinned RAM", "pageable": "pageable RAM", "disk": "the disk"}
 
 
@@ -135,7 +143,10 @@ def _streaming(
     value = f"{count} of {plan.num_layers} layers from {_FROM[plan.stream_from]}"
     resident = _best(others, base_format=plan.base_format, streams=False)
     tight = [least for draft, least in rejected if draft.base_format == plan.base_format]
-    if resident is not None:
+    if resident is not None and resident.recompute_layers > plan.recompute_layers:
+        count, slower = resident.recompute_layers, _slower(resident, chosen)
+        why = f"with all weights on the card {count} layers would be computed twice, and it would be {slower}"
+    elif resident is not None:
         why = f"with all weights on the card it would be {_slower(resident, chosen)}"
     elif tight:
         why = _too_large(context, f"{plan.base_format} on the card", tight[-1])
@@ -157,7 +168,8 @@ def _order(plan: Plan) -> Reason | None:
     if plan.accumulation_order != "layer-major":
         return None
     passes = -(-plan.batch // plan.micro_batch)
-    why = f"all {passes} micro-batches pass a layer before the next: its weights are copied once, not {passes} times"
+    what = "gradients leave" if is_in_host(plan) and not plan.streamed_layers() else "weights are copied"
+    why = f"all {passes} micro-batches pass a layer before the next: its {what} once, not {passes} times"
     return Reason("accumulation", "layer by layer", why)
 
 
@@ -227,6 +239,8 @@ def _recompute(context: PlanContext, plan: Plan, fits: bool) -> Reason:
         why = "the smallest need there is"
     elif plan.recompute_layers == 0:
         why = "all activations fit: nothing is computed twice"
+    elif is_in_host(plan):
+        why = "where masters are in RAM all layers are; each costs a second forward pass"
     else:
         why = "the fewest that fit; each costs a second forward pass of its layer"
     return Reason("recomputation", value, why)
@@ -249,5 +263,19 @@ def _optimizer(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     why = "you asked for it" if context.recipe.optimizer != "auto" else why
     if plan.optimizer_place == "device":
         return Reason("optimizer", plan.optimizer, why, exact)
+    if is_in_host(plan):
+        return Reason("optimizer", *_optimizer_in_host(context, plan), exact)
     value = f"{plan.optimizer}, masters and state in RAM"
     return Reason("optimizer", value, "nothing simpler fits: gradients leave layer by layer; the same updates", exact)
+
+
+def _optimizer_in_host(context: PlanContext, plan: Plan) -> tuple[str, str]:
+    """(value, why) of full fine-tuning whose masters are in RAM."""
+    on_card = plan.optimizer_place == "streamed"
+    value = f"{plan.optimizer}, masters and state in RAM, updated {'on the card' if on_card else 'on the CPU'}"
+    when = "ahead of the next forward pass, layer by layer" if waits(plan) else "beside the backward pass"
+    wide = min((size for size, other in context.ram_wanted if other.optimizer == "adamw"), default=0)
+    if context.recipe.optimizer == "auto" and plan.optimizer != "adamw" and wide:
+        needed, there = format_bytes(wide), format_bytes(context.target.ram_bytes)
+        return value, f"fp32 state needs {needed} of RAM and {there} are there; the update runs {when}"
+    return value, f"nothing simpler fits: gradients leave layer by layer; the update runs {when}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.catalog import models as catalog
 from fitune.memory import host
+from fitune.memory.in_host import is_in_host
 from fitune.memory.replay import StepTerms
 from fitune.plan import Plan
 from fitune.planner import placement
@@ -25,16 +26,19 @@ def of(context: PlanContext, plan: Plan, terms: StepTerms, row_width: int) -> ho
     if plan.optimizer_place != "device" and plan.adapter is not None:
         rows = context.num_rows(plan)
         terms = placement.terms_with_masters(context, plan, rows)(plan.micro_batch, row_width, plan.loss_chunk)
+    in_host = context.tracer(placement.resident(plan)).in_host_sizes() if is_in_host(plan) else None
     shape = catalog.find(name.removeprefix(RANDOM))
     num_parameters = shape.params_total if shape is not None else _count(config)
     num_trained = num_parameters if plan.method == "full" else terms.trained_bytes // 4
+    if in_host is not None:
+        num_trained = in_host.num_trained
     width = host.WIDTHS.get(_stored_format(config), 2)
     compute = host.WIDTHS[plan.precision]
     linear = terms.largest_weight_bytes // compute
     return host.Facts(
         num_parameters=num_parameters,
         num_trained=num_trained,
-        state_bytes=_state_bytes(terms, plan, num_trained),
+        state_bytes=_state_bytes(terms, plan, num_trained) if in_host is None else in_host.state_bytes(plan.optimizer),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         largest_values=max(linear, config.vocab_size * config.hidden_size),
@@ -49,6 +53,8 @@ def of(context: PlanContext, plan: Plan, terms: StepTerms, row_width: int) -> ho
         streamed_bytes=placement.streamed_bytes(terms, plan),
         makes_weights=name.startswith(RANDOM),
         stored_format=_stored_format(config),
+        in_host=in_host,
+        num_rows=context.num_rows(plan),
     )
 
 

@@ -68,6 +68,7 @@ def result(
     for candidate in ladder.alternatives(chosen, others):
         other = _finished(context, candidate)
         if (other.predicted.get("device_bytes") or 0) <= context.target.budget_bytes:
-            alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted})
+            alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted,
+                                 "why": explain.not_taken(candidate, chosen)})  # fmt: skip
     nearest = () if fits else nofit.nearest_fits(context, chosen.draft, chosen)
     return PlanResult(fits, plan, plan.predicted, reasons, tuple(alternatives), tuple(nearest), tuple(context.notes))

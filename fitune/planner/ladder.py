@@ -27,6 +27,8 @@ SMALLEST_CHUNK = 64
 _ENDLESS_BYTES = 1 << 50
 AS_FAST = 1.05
 """A plan within 5 % of the fastest's time counts as being as fast: the lower rung is taken then."""
+LESS = 0.97
+"""An alternative needs at most so much of what the next faster plan needs: one that saves 1 % is no other choice."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,12 @@ def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def alternatives(chosen: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
-    """Up to three that trade speed for memory: each needs less than the chosen one and all that are faster."""
+    """Up to three that trade speed for memory: each needs less than the chosen one and all that are faster, by enough
+    to matter."""
     found: list[Candidate] = []
     least = chosen.peak_bytes
     for other in sorted(others, key=lambda c: (c.cost, c.peak_bytes)):
-        if other.peak_bytes < least:
+        if other.peak_bytes < LESS * least:
             found.append(other)
             least = other.peak_bytes
     return found if len(found) <= 3 else [found[0], found[len(found) // 2], found[-1]]

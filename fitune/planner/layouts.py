@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
 from fitune.memory.constants import HEADROOM
-from fitune.memory.phases import needed_bytes
+from fitune.memory.phases import Prediction, needed_bytes
 from fitune.parallel.world import SAME_RECORDS
 from fitune.plan import Plan, Reason
-from fitune.planner import choose, finish, ladder, sharing, ways
+from fitune.planner import choose, finish, ladder, mixed, sharing, ways
 from fitune.planner.context import REPLAY_MARGIN, PlanContext
-from fitune.planner.phases import phases_of, with_phases
+from fitune.planner.phases import phases_of, rank_phases, together, with_phases
 from fitune.planner.result import PlanResult
 from fitune.planner.target import Target, choose_target
 from fitune.planner.ways import ALL_RECORDS, Layout
@@ -134,12 +134,7 @@ def notes_of(context: PlanContext, targets: Sequence[Target]) -> list[str]:
         own = {device.name: device.link_bytes_per_s for device in context.machine.devices}
         notes.append(links.links_of(names, [own.get(name) for name in names]).sentence)
     least, most = (f(targets, key=lambda t: t.budget_bytes) for f in (min, max))
-    if not ways.alike(names):
-        notes.append(
-            f"the GPUs are not alike, and all have equal shares of a step: {least.name} sets the memory, the slowest "
-            "one the pace"
-        )
-    elif most.budget_bytes > least.budget_bytes:
+    if ways.alike(names) and most.budget_bytes > least.budget_bytes:
         notes.append(f"the GPU with the least room sets the memory: {format_bytes(least.budget_bytes)}")
     return notes
 
@@ -167,6 +162,7 @@ def _context(base: PlanContext, targets: Sequence[Target], way: str, per_node: i
     share = layout.share(recipe.batch)
     micro_batch = None if recipe.micro_batch is None else min(recipe.micro_batch, share)
     made = _alike(base, recipe.with_(batch=share, micro_batch=micro_batch), _worst(targets[:size], layout), layout)
+    made.targets, made.whole = tuple(targets[:size]), base
     if base.data is not None and layout.shares_records:
         tokens = max(base.data.longest_tokens, -(-base.data.most_step_tokens // size))
         made.data = replace(base.data, most_step_tokens=tokens)
@@ -190,9 +186,14 @@ def outcome(base: PlanContext, targets: Sequence[Target], way: str, per_node: in
         why = "a step has one record"
     if why is not None:
         return Outcome(way, context, [], [], why)
+    return Outcome(way, context, *_searched(context))
+
+
+def _searched(context: PlanContext) -> tuple[list[ladder.Candidate], Tried]:
+    way = context.layout.way
     formats = [f for f in choose.base_formats(context) if way != "zero3" or f not in QUANTISED_FORMATS]
     found, tried = choose.choose(context, formats)
-    return Outcome(way, context, found, tried)
+    return mixed.searched(context, found, tried), tried
 
 
 def plan_together(
@@ -212,48 +213,59 @@ def plan_together(
     if all(o.refused for o in outcomes):
         first = outcomes[0]
         raise UserError(f"--parallel {first.way} cannot do this job", first.refused or "", "use --parallel auto")
-    chosen, prediction = _chosen(outcomes, detailed)
+    chosen, predictions = _chosen(outcomes, detailed)
     base.notes += notes_of(base, targets)
     if chosen is None:
         return _no_fit(base, outcomes, detailed)
     replayed = detailed and chosen[1].draft.parallel in ways.REPLAYED
     base.notes += finish.budget_note(chosen[0].context.target, REPLAY_MARGIN if replayed else HEADROOM)
     found, candidate = chosen
+    if candidate.draft.parallel in ways.ZERO and base.machine is not None and base.machine.assumptions:
+        base.notes.append(f"ZeRO runs in DeepSpeed, which has to be installed there: {ways.INSTALL}")
     if found.size < len(targets):
         base.notes.append(f"{found.size} of {len(targets)} GPUs in use: more would not be faster")
     rows = table(outcomes, candidate, recipe)
     others = [c for c in found.found if c is not candidate]
     result = finish.result(found.context, candidate, others, found.tried, fits=True)
+    plan = mixed.with_shares(found.context, result.plan)
+    result = replace(result, plan=plan)
     if detailed:
-        result = with_phases(found.context, result, prediction)
+        one = together(found.context, predictions, plan) if plan.shares else predictions[0]
+        result = with_phases(found.context, result, one)
+    needed = [needed_bytes(prediction.most) for prediction in predictions]
+    result = replace(result, plan=mixed.predicted(found.context, result.plan, needed))
     rows = _with_prediction(rows, result)
     return _whole(base, found, result, rows)
 
 
-def _chosen(outcomes: list[Outcome], detailed: bool) -> tuple[tuple[Outcome, ladder.Candidate] | None, Any]:
-    """(way and candidate, its prediction where it was made). One that the allocator's replay refuses is searched again
-    with less room."""
+def _chosen(
+    outcomes: list[Outcome], detailed: bool
+) -> tuple[tuple[Outcome, ladder.Candidate] | None, list[Prediction]]:
+    """(way and candidate, its predictions where they were made: one, or each rank's where they have shares of their
+    own). One that the allocator's replay refuses on any card is searched again with less room."""
     checks: Counter[str] = Counter()
     while True:
         left = [o for o in outcomes if o.accepted and checks[o.way] < MOST_CHECKS]
         owner = {id(c): o for o in left for c in o.found}
         ordered = ladder.ordered([c for o in left for c in o.found])
         if not ordered:
-            return None, None
+            return None, []
         best = ordered[0]
         found = owner[id(best)]
         if not detailed:
-            return (found, best), None
-        prediction = phases_of(found.context, best.plan)
-        replayed = best.draft.parallel in ways.REPLAYED  # sums keep to a lower limit, which the search has met
-        if not replayed or needed_bytes(prediction.most) <= found.context.allowed_bytes:
-            return (found, best), prediction
-        # as for one GPU: this way once more, with as much less room as the replay needs more
+            return (found, best), []
         context = found.context
+        plan = mixed.with_shares(context, best.plan)
+        made = rank_phases(context, plan) if plan.shares else [phases_of(context, plan)]
+        owns = [context.of_rank(rank, share.records) for rank, share in enumerate(plan.shares)] or [context]
+        excess = max(needed_bytes(p.most) - own.allowed_bytes for p, own in zip(made, owns, strict=True))
+        replayed = best.draft.parallel in ways.REPLAYED  # sums keep to a lower limit, which the search has met
+        if not replayed or excess <= 0:
+            return (found, best), made
+        # as for one GPU: this way once more, with as much less room as the replay needs more
         checks[found.way] += 1
-        context.held_back += max(0, context.limit_bytes - best.peak_bytes)
-        context.held_back += needed_bytes(prediction.most) - context.allowed_bytes
-        found.found, found.tried = choose.choose(context, choose.base_formats(context))
+        context.held_back += max(0, context.limit_bytes - best.peak_bytes) + excess
+        found.found, found.tried = _searched(context)
 
 
 def _no_fit(base: PlanContext, outcomes: list[Outcome], detailed: bool) -> PlanResult:
@@ -288,8 +300,9 @@ def _whole(base: PlanContext, found: Outcome, result: PlanResult, rows: list[dic
     """A rank's result as that of the job: the whole step's records, and the reason for the way."""
     layout = found.context.layout
     reason = Reason("parallel", ways.named(result.plan.parallel, layout.size), _why(rows, result.plan))
-    share = _share_reason(layout, base.recipe.batch)
-    plan, reasons = sharing.settled(result.plan, (*result.reasons, reason, *share))
+    share = mixed.reasons(found.context, result.plan) or _share_reason(layout, base.recipe.batch)
+    told = mixed.each_told(result.plan, result.reasons)
+    plan, reasons = sharing.settled(result.plan, (*told, reason, *share))
     plan = plan.with_(batch=base.recipe.batch, reasons=reasons, predicted=result.predicted)
     alternatives = tuple(
         entry | {"plan": entry["plan"] | {"batch": base.recipe.batch}} for entry in result.alternatives
@@ -394,7 +407,7 @@ def _with_prediction(rows: list[dict[str, Any]], result: PlanResult) -> list[dic
 def _why(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
     """What the way is, and the nearest rival's fault."""
     sentences = [ways.MEANING[plan.parallel]]
-    for row in rows:
+    for row in rows if any(row["chosen"] for row in rows) else ():  # where nothing fits each row says what it needs
         if row["layout"] in ("none", "ddp", "streamed", "fsdp2") and not row["chosen"] and row["why"]:
             sentences.append(f"{row['layout']}: {row['why']}")
     return "; ".join(sentences)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import UserError
+from fitune.memory.phases import needed_bytes
 from fitune.plan import Plan
 from fitune.planner import choose, ladder, placement
 from fitune.planner.context import PlanContext, config_of
-from fitune.planner.target import Target, capability, choose_target
+from fitune.planner.phases import phases_of
+from fitune.planner.target import RAM_SHARE, Target, capability, choose_target
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.units import format_bytes, from_gib
 
@@ -42,10 +45,10 @@ def nearest_fits(context: PlanContext, draft: Plan, least: ladder.Candidate) -> 
         draft, least: the format with the smallest need, and its smallest candidate.
     """
     found = [
-        _freed(context, draft), _cap(context, draft, least), _effort(context), _quantised(context),
+        _freed(context, draft), _ram(context), _cap(context, draft, least), _effort(context), _quantised(context),
         _optimizer(context, draft, least), _shorter(context, draft),
     ]  # fmt: skip
-    if found[1] is None:
+    if found[2] is None:
         found.append(_card(context, draft, least))
     found.append(_smaller_model(context, draft, least))
     return [entry for entry in found if entry is not None]
@@ -88,6 +91,20 @@ def _freed(context: PlanContext, draft: Plan) -> Offer | None:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in setting)
             return _offer(f"let fitune choose: leave out {names}", setting, found)
     return None
+
+
+def _ram(context: PlanContext) -> Offer | None:
+    """More RAM, where masters and state in it would let full fine-tuning fit on the card."""
+    known = sorted(context.ram_wanted, key=lambda pair: pair[0])
+    each = ((ram, needed_bytes(phases_of(context, plan, briefly=True).most)) for ram, plan in known)
+    found = next((pair for pair in each if pair[1] <= context.allowed_bytes), None)
+    if found is None or found[0] <= context.target.ram_bytes:
+        return None
+    needed, on_card = found
+    size = math.ceil(needed / RAM_SHARE / from_gib(1))
+    missing = format_bytes(needed - context.target.ram_bytes)
+    change = f"more RAM: {missing} are missing for masters, gradients and optimizer state (--ram {size})"
+    return {"change": change, "setting": {"ram": float(size)}, "needs_bytes": on_card}
 
 
 def _effort(context: PlanContext) -> Offer | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fitune.plan import Plan
+from fitune.memory.in_host import is_in_host
+from fitune.memory.layouts import REPLICATED
+from fitune.plan import OWN, Plan
 from fitune.planner.ladder import SMALLEST_CHUNK
 
 Change = tuple[dict[str, Any], str]
@@ -16,8 +18,9 @@ _LAYERS_IN_RAM = frozenset({"none", "ddp", "streamed", "cp"})
 
 
 def next_notch(
-    plan: Plan, fixed: frozenset[str] = frozenset(), *, where: str = "device", phase: str = "step"
-) -> tuple[Plan, str] | None:
+    plan: Plan, fixed: frozenset[str] = frozenset(), *, where: str = "device", phase: str = "step",
+    rank: int | None = None,
+) -> tuple[Plan, str] | None:  # fmt: skip
     """A plan that needs less of the memory that ran out, and what changed in words; None when no exact notch is left.
 
     Device memory, in order: half the micro-batch (the rest is accumulated), half of the layers that keep their
@@ -30,15 +33,33 @@ def next_notch(
         fixed: settings that the person gave: they stay.
         where: ``device``, ``pinned`` or ``host``.
         phase: ``step``; ``eval`` leaves out what only the backward pass needs, ``load`` all but where weights lie.
+        rank: where GPUs that work apart from each other have shares of their own, the one whose memory ran out: what it
+            can change alone it does alone. None: nobody knows, each changes what it can.
     """
+    if not plan.shares or plan.parallel not in REPLICATED:
+        found = _first(plan, fixed, where, phase)
+        return None if found is None else (plan.changed(found[0]), found[1])
+    told, together = [], None
+    for one in range(plan.world_size) if rank is None else (rank,):
+        found = _first(plan.of_rank(one), fixed, where, phase)
+        if found is not None and found[0].keys() <= set(OWN):
+            plan = plan.changed(found[0], one)
+            told.append(f"GPU {one} ({plan.shares[one].card}): {found[1]}")
+        else:  # it has come to what all can only change together
+            together = together or found
+    if told:
+        return plan, "; ".join(told)
+    return None if together is None else (plan.changed(together[0]), together[1])
+
+
+def _first(plan: Plan, fixed: frozenset[str], where: str, phase: str) -> Change | None:
+    """The first change that is not of something fixed."""
     if where == "device" or (where == "host" and plan.device == "cpu"):
         changes = _device_changes(plan, phase)
     else:
         changes = _host_changes(plan, where)
-    for values, words in changes:
-        if not fixed.intersection(_SETTINGS.get(name, name) for name in values):
-            return plan.with_(**values), words
-    return None
+    return next(((values, words) for values, words in changes
+                 if not fixed.intersection(_SETTINGS.get(name, name) for name in values)), None)  # fmt: skip
 
 
 _SETTINGS = {"recompute_layers": "recompute"}  # a plan's field where the recipe has another name
@@ -47,7 +68,9 @@ _SETTINGS = {"recompute_layers": "recompute"}  # a plan's field where the recipe
 def _device_changes(plan: Plan, phase: str) -> Iterator[Change]:
     if phase != "load" and plan.micro_batch > 1:
         half = -(-plan.micro_batch // 2)
-        yield {"micro_batch": half}, f"micro-batch {plan.micro_batch} -> {half}"
+        # where gradients leave for RAM, several micro-batches that send theirs apart would take more of it
+        order = {"accumulation_order": "layer-major"} if is_in_host(plan) else {}
+        yield {"micro_batch": half, **order}, f"micro-batch {plan.micro_batch} -> {half}"
     if phase == "step" and plan.recompute_layers < plan.num_layers:
         half = -(-plan.num_layers // 2)
         more = half if plan.recompute_layers < half else plan.num_layers
@@ -79,5 +102,5 @@ def _host_changes(plan: Plan, where: str) -> Iterator[Change]:
         yield {"stream_from": "pageable"}, "frozen weights in pageable instead of pinned RAM"
     if plan.offload_inputs:
         yield {"offload_inputs": False}, "inputs of recomputed layers stay on the GPU"
-    if where == "host" and plan.stream_from == "pageable":
+    if where == "host" and plan.stream_from == "pageable" and not is_in_host(plan):  # what is trained stays in RAM
         yield {"stream_from": "disk"}, "frozen weights are read from disk"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fitune.memory.layouts import REPLICATED
 from fitune.memory.phases import Prediction
 from fitune.memory.phases import predict as predict_phases
 from fitune.memory.replay import StepTerms
-from fitune.plan import Plan
+from fitune.plan import Plan, Share
 from fitune.planner import facts as model_facts
 from fitune.planner import placement, ways
 from fitune.planner.context import PlanContext
@@ -23,13 +25,39 @@ ONCE_PER_NODE = ("embedding", "head", "streamed weights", "loader", "checkpoint"
 
 
 def phases_of(context: PlanContext, plan: Plan, *, briefly: bool = False) -> Prediction:
-    """Every phase of a plan for a context's model and machine; `briefly` only those of loading and stepping."""
+    """Every phase of a plan for a context's model and machine; `briefly` only those of loading and stepping. Where
+    ranks have shares of their own, of the one whose card has the least room."""
+    if plan.shares:
+        return together(context, rank_phases(context, plan, briefly=briefly), plan)
+    made = _of_one(context, plan, briefly)
+    per_node = context.layout.per_node
+    return _of_node(made, [made] * per_node) if per_node > 1 and plan.device == "cuda" else made
+
+
+def rank_phases(context: PlanContext, plan: Plan, *, briefly: bool = False) -> list[Prediction]:
+    """Every phase of each rank of a plan with shares."""
+    made: dict[Share, Prediction] = {}
+    found = []
+    for rank, share in enumerate(plan.shares):
+        if share not in made or plan.parallel == "pp":  # whose stages differ
+            made[share] = _of_one(context.of_rank(rank, share.records), plan.of_rank(rank), briefly)
+        found.append(made[share])
+    return found
+
+
+def together(context: PlanContext, ranks: Sequence[Prediction], plan: Plan) -> Prediction:
+    """Of predictions of all ranks that of the one whose card has the least room, with what a machine's take of it."""
+    budgets = [share.budget_bytes or 0 for share in plan.shares]
+    least = dataclasses.replace(ranks[budgets.index(min(budgets))], plan=plan)
+    return _of_node(least, ranks[: context.layout.per_node]) if plan.device == "cuda" else least
+
+
+def _of_one(context: PlanContext, plan: Plan, briefly: bool) -> Prediction:
     width = context.row_width(plan)
     terms = placement.terms_of(context, plan, context.num_rows(plan))(plan.micro_batch, width, plan.loss_chunk)
     facts = model_facts.of(context, plan, _whole_terms(context, plan, terms, width), width)
     script = placement.script_of(context, plan)
-    made = predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
-    return _of_node(made, context.layout.per_node) if context.layout.per_node > 1 and plan.device == "cuda" else made
+    return predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
 
 
 def _whole_terms(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> StepTerms:
@@ -41,20 +69,27 @@ def _whole_terms(context: PlanContext, plan: Plan, terms: StepTerms, width: int)
     return placement.terms_of(context, whole, rows)(plan.micro_batch, width, plan.loss_chunk)
 
 
-def _of_node(prediction: Prediction, ranks: int) -> Prediction:
-    """Host memory of all ranks of a machine: each is a process of its own, what they share is there once."""
+def _of_node(prediction: Prediction, ranks: Sequence[Prediction]) -> Prediction:
+    """A rank's with the host memory of all ranks of its machine: each is a process of its own, what they share is there
+    once."""
 
-    def together(owners: dict[str, int] | None) -> dict[str, int] | None:
-        if owners is None:
-            return None
-        return {owner: size if owner in ONCE_PER_NODE else ranks * size for owner, size in owners.items()}
+    def added(each: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
+        total: dict[str, int] = {}
+        for owners in each:
+            if owners is None:
+                return None
+            for owner, size in owners.items():
+                total[owner] = max(total.get(owner, 0), size) if owner in ONCE_PER_NODE else total.get(owner, 0) + size
+        return total
 
-    phases = tuple(
-        dataclasses.replace(phase, host=together(phase.host), pinned=together(phase.pinned))
-        if phase.name != "merge" else phase
-        for phase in prediction.phases
-    )  # fmt: skip
-    return dataclasses.replace(prediction, phases=phases)
+    phases = []
+    for phase in prediction.phases:
+        if phase.name != "merge":
+            all_of_it = [rank.phase(phase.name) for rank in ranks]
+            phase = dataclasses.replace(phase, host=added([one.host for one in all_of_it]),
+                                        pinned=added([one.pinned for one in all_of_it]))  # fmt: skip
+        phases.append(phase)
+    return dataclasses.replace(prediction, phases=tuple(phases))
 
 
 def predicted_of(context: PlanContext, prediction: Prediction) -> dict[str, Any]:
@@ -93,6 +128,8 @@ def _run_time(context: PlanContext, plan: Plan) -> JobTime | None:
     steps = recipe.with_(batch=batch).num_steps(data.num_records)
     tokens = data.num_records * sum(data.lengths) / len(data.lengths)
     job = Job(data.num_records, tokens, recipe.epochs or 1, steps, batch, data.lengths)
+    if plan.shares and plan.parallel in REPLICATED:
+        return speed.job_time(max(context.rank_times(plan, job.workload), key=lambda time: time.step_s), steps)
     mean_plan, workload = job.workload(plan)
     return speed.job_time(context.step_time(mean_plan, workload), steps)
 

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fitune.errors import UserError
 from fitune.memory.events import Event, rounded
 from fitune.memory.host import PROCESS_BYTES
+from fitune.memory.in_host import is_in_host, piece_buffers
 from fitune.memory.pieces import MASTER, STREAMED
 from fitune.memory.replay import LayerParts, Part, PassParts, StepTerms
 from fitune.memory.script import placement_of
 from fitune.memory.terms import together
+from fitune.memory.variant import BASE
 from fitune.plan import Plan
 from fitune.planner import sharing, ways
 from fitune.planner.ladder import SMALLEST_CHUNK, TermsOf
@@ -42,7 +43,11 @@ def is_placed(plan: Plan) -> bool:
 
 def resident(plan: Plan) -> Plan:
     """The plan whose step is traced: everything on the card, one micro-batch after the other. With a head in host
-    memory inputs stay where they are, and either all layers are streamed or none (its tiles are sized by the ring)."""
+    memory inputs stay where they are, and either all layers are streamed or none (its tiles are sized by the ring).
+    Masters of full fine-tuning stay in host memory, and inputs where they are."""
+    if is_in_host(plan):
+        return plan.with_(accumulation_order="micro-batch-major", optimizer_place="host", optimizer=BASE,
+                          stream_from="none", resident_layers=None)  # fmt: skip
     plan = plan.with_(accumulation_order="micro-batch-major", optimizer_place="device", parallel="none", world_size=1,
                       offload_optimizer="none", offload_params="none")  # fmt: skip
     if plan.head_place == "device":
@@ -105,14 +110,12 @@ def tight_drafts(draft: Plan, width: int, has_mlp: bool, chunk: int) -> Iterator
 def terms_of(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
     """Terms of a draft's step at (rows, columns, loss chunk); of one whose accumulation is layer-major those of all
     `num_rows` rows of an optimizer step together.
-
-    Raises:
-        UserError: masters of full fine-tuning wait outside the card, which is not predicted.
     """
+    if is_in_host(draft):
+        return functools.partial(_in_host_terms, context, draft, num_rows)
     on_card = terms_with_masters(context, draft, num_rows)
     if draft.optimizer_place == "device":
         return on_card
-    _check_adapters(draft)
 
     def placed(rows: int, columns: int, chunk: int) -> StepTerms:
         return without_masters(on_card(rows, columns, chunk), draft)
@@ -149,13 +152,16 @@ def _traced_terms(tracer: Any, draft: Plan, num_rows: int, *shape: int) -> StepT
     return made
 
 
-def _check_adapters(plan: Plan) -> None:
-    if plan.adapter is None:
-        raise UserError(
-            "cannot predict full fine-tuning with its masters outside the card",
-            f"optimizer_place is {plan.optimizer_place}, and all weights are trained",
-            "use optimizer_place device to predict, or an adapter (--method lora or qlora)",
-        )
+def _in_host_terms(context: PlanContext, draft: Plan, num_rows: int, *shape: int) -> StepTerms:
+    """Terms of full fine-tuning with masters in host memory: traced as it is, at each shape, with the buffers of
+    updates on the card (which the first update makes) there from the beginning."""
+    tracer = context.tracer(resident(draft))
+    where = placement_of(draft.with_(batch=num_rows, micro_batch=shape[0]))
+    keeps = draft.recompute_layers < draft.num_layers
+    made: StepTerms = tracer.script_at(*shape, where.together, keeps).placed(where).terms(*shape)
+    pieces = piece_buffers(tracer.in_host_sizes(), draft.with_(micro_batch=shape[0]), num_rows)
+    total = sum(rounded(size) for _, size in pieces)
+    return replace(made, other_weight_bytes=made.other_weight_bytes + total) if total else made
 
 
 def without_masters(terms: StepTerms, plan: Plan) -> StepTerms:
@@ -237,8 +243,6 @@ def script_of(context: PlanContext, plan: Plan) -> Script | None:
     """The events of a plan's step; None where they are not known."""
     if plan.parallel not in ways.REPLAYED:
         return None
-    if plan.optimizer_place != "device":
-        _check_adapters(plan)
     tracer: Script = context.tracer(resident(plan))
     return _Placed(tracer, plan, context.num_rows(plan)) if is_placed(plan) else tracer
 
@@ -250,26 +254,43 @@ class _Placed:
     def __init__(self, tracer: Any, plan: Plan, num_rows: int):
         self.tracer, self.plan = tracer, plan
         self._where = placement_of(plan.with_(batch=max(num_rows, plan.micro_batch)))
+        self._in_host = is_in_host(plan)
+        self._pieces: list[Event] = []
+        if self._in_host:
+            made = piece_buffers(tracer.in_host_sizes(), plan, num_rows)
+            self._pieces = [Event(_INPUTS * 2 - i, size, "workspace", f"{what}, on its way", "load", -1)
+                            for i, (what, size) in enumerate(made)]  # fmt: skip
 
     def _script(self, *shape: int) -> Script:
-        made: Script = self.tracer.script_at(*shape, self._where.together).placed(self._where)
+        keeps = self.plan.recompute_layers < self.plan.num_layers
+        more = (keeps,) if self._in_host else ()
+        made: Script = self.tracer.script_at(*shape, self._where.together, *more).placed(self._where)
         return made
 
     def step_events(self, num_rows: int, num_columns: int, loss_chunk: int, **how: Any) -> list[Event]:
         """See `memory.sequence.Script`."""
+        if self._in_host:
+            events = self._script(num_rows, num_columns, loss_chunk).step_events(
+                num_rows, num_columns, loss_chunk, **how
+            )
+            if how["first_step"]:  # its update makes them
+                return [*events, *(replace(e, part="optimizer") for e in self._pieces)]
+            return [*self._pieces, *events]
         hosted = self.plan.optimizer_place != "device"
         if hosted:  # nothing accumulates on the card: every micro-batch is as the first
             how |= {"accumulates": False}
-        events: Iterable[Event] = self._script(num_rows, num_columns, loss_chunk).step_events(
+        told: Iterable[Event] = self._script(num_rows, num_columns, loss_chunk).step_events(
             num_rows, num_columns, loss_chunk, **how
         )
         if self.plan.offload_inputs and self.plan.head_place == "device":  # else they were traced so
-            events = _without_inputs(events)
-        return list(_without_masters(events, self.plan) if hosted else events)
+            told = _without_inputs(told)
+        return list(_without_masters(told, self.plan) if hosted else told)
 
     def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]:
         """See `memory.sequence.Script`."""
         events = self._script(num_rows, num_columns, loss_chunk).eval_events(num_rows, num_columns, loss_chunk)
+        if self._in_host:
+            return [*self._pieces, *events]
         return events if self.plan.optimizer_place == "device" else list(_without_masters(events, self.plan))
 
 

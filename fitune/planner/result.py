@@ -18,7 +18,8 @@ class PlanResult:
     Attributes:
         fits: whether every phase stays within the budget.
         predicted: bytes per phase; a field that is not computed is None.
-        alternatives: other plans that fit: {"plan", "predicted"}.
+        alternatives: other plans that fit: {"plan", "predicted", "why"}, the last where it is not slower: why it was
+            not taken for all that.
         nearest_fits: when nothing fits: changes that would: {"change", "setting", "needs_bytes", ...}.
         notes: sentences for the person.
         layouts: where there are several GPUs, each way of working together (see `fitune.planner.layouts.table`).

@@ -12,8 +12,9 @@ from fitune.memory.layouts import Ends
 from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import StepTerms
 from fitune.parallel.world import FLAT_OPTIMIZERS
+from fitune.parallel.zero_library import is_installed
 from fitune.plan import Plan, Reason
-from fitune.planner.ways import PACKED, ZERO, Layout
+from fitune.planner.ways import MISSING, PACKED, ZERO, Layout
 from fitune.recipe import Recipe
 from fitune.speed.together import is_cut_by_outputs
 
@@ -53,7 +54,8 @@ def drafts(draft: Plan, others: Iterator[Plan], recipe: Recipe) -> Iterator[Plan
 
 
 def of_rank(context: PlanContext, draft: Plan, num_rows: int, whole: TermsOf) -> TermsOf:
-    """A rank's terms from those of the whole model on one card. Of a pipeline's stages the one that needs most."""
+    """A rank's terms from those of the whole model on one card. Of a pipeline's stages the context's rank's, or the
+    one that needs most."""
     if draft.world_size == 1:
         return whole
     ends = ends_of(context, draft)
@@ -64,6 +66,8 @@ def of_rank(context: PlanContext, draft: Plan, num_rows: int, whole: TermsOf) ->
         found, count = whole(rows, columns, chunk), -(-num_rows // rows)
         if draft.parallel != "pp":
             return memory_layouts.rank_terms(found, draft, ends, micro_batches=count)
+        if context.rank is not None:
+            return memory_layouts.rank_terms(found, draft, ends, micro_batches=count, stage=context.rank)
         first, last = (
             memory_layouts.rank_terms(found, draft, ends, micro_batches=count, stage=stage)
             for stage in (0, draft.world_size - 1)
@@ -103,6 +107,9 @@ def refused(context: PlanContext, way: str, size: int) -> str | None:
     four_bit = recipe.method == "qlora" or recipe.base_format in ("nf4", "fp4", "int8")
     if way in ("fsdp2", "tp", *ZERO) and optimizer not in FLAT_OPTIMIZERS:
         return f"state of {optimizer} cannot be cut into parts: it belongs to whole matrices or blocks of them"
+    at_hand = context.machine is not None and not context.machine.assumptions
+    if way in ZERO and at_hand and not is_installed():
+        return MISSING
     if way in ZERO and optimizer == "lion" and recipe.offload_optimizer != "none":
         return "DeepSpeed updates lion's state on the GPU only"
     if way == "cp" and not all(known.abilities(config)):

@@ -153,6 +153,9 @@ def notes_on(gpu: Gpu) -> tuple[str, ...]:
     cuda = capability(gpu)
     if gpu.vendor == "AMD":
         notes.append("AMD: ROCm build of torch, not tested with fitune")
+        if gpu.compute_capability.startswith("gfx11"):
+            notes.append(f"flash attention is experimental on {gpu.compute_capability}: torch's ROCm build has it only "
+                         "with TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1")  # fmt: skip
     elif cuda is not None and cuda < OLDEST_OF_ALL_WHEELS:
         notes.append("needs torch's CUDA 12.6 build, the last one for this card")
     if gpu.memory_kind == "shared":

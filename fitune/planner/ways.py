@@ -11,6 +11,8 @@ from fitune.parallel.world import SAME_RECORDS
 ZERO = ("zero1", "zero2", "zero3")
 ALL_RECORDS = ("none", *SAME_RECORDS)  # every rank works on all records of a step
 PACKED = "DeepSpeed cannot shard packed weights"
+INSTALL = 'pip install "fitune[deepspeed]"'
+MISSING = f"DeepSpeed is not installed here: {INSTALL}"
 REPLAYED = ("none", "ddp", "streamed")  # a rank's step is that of one GPU, which is known event for event
 
 MEANING = {

@@ -6,6 +6,6 @@ run = fitune.speed.job_time(time, steps=500)       # JobTime: seconds, low_s, hi
 
 from fitune.speed.estimate import JobTime, job_time, predict
 from fitune.speed.roofline import StepTime
-from fitune.speed.work import Workload
+from fitune.speed.segments import Workload
 
 __all__ = ["JobTime", "StepTime", "Workload", "job_time", "predict"]

@@ -12,9 +12,10 @@ from fitune.plan import Plan
 from fitune.speed.cards import CardRates, card_rates
 from fitune.speed.links import links_of
 from fitune.speed.roofline import StepTime, predict_step
+from fitune.speed.segments import Workload
 from fitune.speed.shape import Decoder, decoder_of
 from fitune.speed.together import rank_step
-from fitune.speed.work import Workload, step_work
+from fitune.speed.work import step_work
 
 
 def predict(
@@ -26,6 +27,8 @@ def predict(
     workload: Workload | None = None,
     calibration: Mapping[str, Any] | None = None,
     together: tuple[str, ...] = (),
+    calibrations: Mapping[str, Mapping[str, Any]] | None = None,
+    rank: int | None = None,
 ) -> StepTime:
     """The time of one optimizer step of a plan.
 
@@ -40,14 +43,18 @@ def predict(
         calibration: this machine's measured rates (`fitune.hardware.calibration.for_planning(...)[0].rates`), which go
             before the catalog's.
         together: names of all cards where a plan is one of several ranks'; without it all are as the plan's own.
+        calibrations: the measured rates of each of these cards, by its name; without it `calibration` is all cards'.
+        rank: the one of these cards whose own time is meant, which waits for exchanges and not for the others' work.
 
     Never raises for an unknown card: its basis is "unknown", its interval very wide, its time good for ranking only.
     """
     decoder = config if isinstance(config, Decoder) else decoder_of(config)
     if plan.world_size > 1 and plan.device != "cpu":
         names = together or (device_name or plan.device_name,) * plan.world_size
-        cards = [_card(plan, name, machine, calibration) for name in dict.fromkeys(names)]
-        return rank_step(plan, decoder, cards, links_of(names, _host_links(names, machine)), workload)
+        known = dict.fromkeys(names, calibration) if calibrations is None else calibrations
+        cards = {name: _card(plan, name, machine, known.get(name)) for name in dict.fromkeys(names)}
+        links = links_of(names, _host_links(names, machine))
+        return rank_step(plan, decoder, [cards[name] for name in names], links, workload, rank)
     work = step_work(plan, decoder, workload)
     time = predict_step(work, _card(plan, device_name or plan.device_name, machine, calibration))
     shares = plan.world_size if plan.parallel not in SAME_RECORDS else 1  # processes on one CPU: exchanges not counted

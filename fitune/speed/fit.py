@@ -23,16 +23,17 @@ from fitune.speed import constants
 from fitune.speed.cards import card_rates
 from fitune.speed.constants import Fitted
 from fitune.speed.roofline import StepTime, phases_of, predict_step
+from fitune.speed.segments import StepWork
 from fitune.speed.shape import decoder_of
-from fitune.speed.work import StepWork, step_work
+from fitune.speed.work import step_work
 
 SEARCHED = (
     "gemm_share", "gemm_half_tiles", "grouped_share", "attention_forward_share", "attention_backward_share",
-    "memory_share", "unpack_share", "skinny_share", "update_share", "score_bytes", "dropout_bytes", "kernel_s",
-    "host_kernel_s", "host_call_s", "host_unpack_s",
+    "memory_share", "unpack_share", "skinny_share", "update_share", "score_bytes", "dropout_bytes", "wide_rotary_bytes",
+    "kernel_s", "host_kernel_s", "host_call_s", "host_unpack_s", "host_transfer_s",
 )  # fmt: skip
 PRIOR_SPREAD = {"host_kernel_s": 0.3, "host_call_s": 1.0, "host_unpack_s": 1.0, "gemm_half_tiles": 0.7, "kernel_s": 0.5,
-                "score_bytes": 0.7, "dropout_bytes": 1.0}  # fmt: skip
+                "score_bytes": 0.7, "dropout_bytes": 1.0, "wide_rotary_bytes": 1.0, "host_transfer_s": 1.0}  # fmt: skip
 OLD_DROPOUT = (None, "05810c7", "39af758")
 """Commits of records whose counter dropout was some forty elementwise kernels; it is one kernel now."""
 HOST_SPREAD = 0.25  # of log host factors: seven hosts with an H200 differed by up to 1.7 times (see docs/speed.md)

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from fitune.speed import constants
 from fitune.speed.cards import CardRates
 from fitune.speed.constants import Fitted
-from fitune.speed.work import Gemm, Segment, StepWork
+from fitune.speed.layer_work import TILE
+from fitune.speed.segments import Gemm, Segment, StepWork
 
-TILE = 128  # rows and columns of a product's tile on the device
-NARROW = 64  # products with a side up to this are adapters': memory traffic, counted as such
 DEVICE_PARTS = ("matmul", "attention", "memory", "unpack", "adapters", "kernels")
 
 
@@ -111,6 +110,7 @@ def phases_of(work: StepWork, card: CardRates, fitted: Fitted) -> list[Phase]:
         host = sum(_host(s, card, fitted) * s.times for s in segments)
         ways = (sum(s.link_in_bytes * s.times for s in segments), sum(s.link_out_bytes * s.times for s in segments))
         link = max(ways) / card.copy_bytes_per_s(work.source)
+        link = max(link, sum(s.cpu_s * s.times for s in segments))  # an update in host memory is waited for as copies
         made.append(Phase(name, host, device, link))
     return made
 
@@ -119,6 +119,7 @@ def _host(segment: Segment, card: CardRates, fitted: Fitted) -> float:
     if card.kind == "cpu":
         return 0.0  # kernels run where they are launched: their fixed time is the device's
     python_s = segment.calls * fitted.host_call_s + segment.unpacks * fitted.host_unpack_s
+    python_s += segment.transfers * fitted.host_transfer_s
     return card.host_factor * (segment.kernels * fitted.host_kernel_s + python_s)
 
 
@@ -138,7 +139,7 @@ def _device(segment: Segment, work: StepWork, card: CardRates, fitted: Fitted) -
     attention = segment.attention_flops / (card.dense_flops * share) if segment.attention_flops else 0.0
     memory = segment.memory_bytes + segment.scores * fitted.score_bytes
     dropout_bytes = constants.CPU_DROPOUT_BYTES if card.kind == "cpu" else fitted.dropout_bytes
-    memory += segment.dropout_elements * dropout_bytes
+    memory += segment.dropout_elements * dropout_bytes + segment.wide_rotated * fitted.wide_rotary_bytes
     kernel_s = constants.CPU_KERNEL_S if card.kind == "cpu" else fitted.kernel_s
     return {
         "matmul": _products(segment.gemms, rate, card, fitted),
@@ -156,7 +157,7 @@ def _products(gemms: Sequence[Gemm], rate: float, card: CardRates, fitted: Fitte
     half = fitted.gemm_half_tiles * card.dense_flops / (constants.REFERENCE_TFLOPS * 1e12)
     total = 0.0
     for g in gemms:
-        if min(g.m, g.n, g.k) <= NARROW and not g.grouped:
+        if g.narrow:
             continue
         tiles = max(1.0, g.m / TILE) * max(1.0, g.n / TILE)
         if g.grouped:

@@ -54,7 +54,8 @@ class Layer:
         window: tokens a query looks back, None for all.
         capped: soft-capped scores or sinks, which no fused kernel does.
         norm_widths: elements normalised per token, hidden-size norms and query/key norms together.
-        fused_norms: torch's fused norm runs (not Gemma's 1 + weight).
+        fused_norms: torch's fused norm runs (not Gemma's 1 + weight); post_norms: the MLP's output is normalised.
+        wide_rotary: the class rotates queries and keys in fp32.
         mlp_widths: elements per token of the MLPs' inner products that are not routed experts'.
     """
 
@@ -70,6 +71,8 @@ class Layer:
     num_norms: int
     norm_widths: int
     fused_norms: bool
+    post_norms: bool
+    wide_rotary: bool
     gated: bool
     mlp_width: int
 
@@ -138,6 +141,7 @@ _KNOWN = {
     "falcon", "starcoder2", "gemma", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "qwen3_moe", "qwen3_5_text",
     "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3", "cohere", "cohere2",
 }  # fmt: skip
+_POST_NORMS = ("gemma2", "gemma3_text", "glm4", "olmo2", "olmo3")
 _OFFSET_NORMS = ("gemma", "qwen3_5")  # families whose norms multiply with 1 + weight
 
 
@@ -220,6 +224,8 @@ def _layer(config: Any, family: str, hidden: int, linear_attention: bool, window
         num_norms=norms,
         norm_widths=widths,
         fused_norms=not family.startswith(_OFFSET_NORMS),
+        post_norms=family in _POST_NORMS,
+        wide_rotary=family in ("olmo2", "olmo3"),
         gated=family not in _PLAIN_MLPS,
         mlp_width=width,
     )

@@ -10,15 +10,16 @@ longest stage (https://arxiv.org/abs/1811.06965). Nothing of it was measured on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fitune.plan import Plan, layers_of
 from fitune.speed.cards import CardRates
 from fitune.speed.links import EXCHANGE_LATENCY_S, Links
 from fitune.speed.roofline import StepTime, predict_step
+from fitune.speed.segments import Segment, StepWork, Workload
 from fitune.speed.shape import Decoder, Layer, Linear
-from fitune.speed.work import Segment, StepWork, Workload, step_work, trained_params
+from fitune.speed.work import step_work, trained_params
 
 SEVERAL_ERROR = (0.9, 1.3)
 """Factors on the interval of a step on several GPUs, on top of what is unsure of one card."""
@@ -26,23 +27,28 @@ EXCHANGE = "exchange"  # the part of a step that waits for other GPUs
 
 
 def rank_step(
-    plan: Plan, decoder: Decoder, cards: Sequence[CardRates], links: Links, workload: Workload | None = None
+    plan: Plan, decoder: Decoder, cards: Sequence[CardRates], links: Links, workload: Workload | None = None,
+    rank: int | None = None,
 ) -> StepTime:  # fmt: skip
     """The step's time.
 
     Args:
         plan: a rank's own: `batch` are its records of a step (in pp and tp all of them).
-        cards: one of each kind; the slowest sets the pace.
+        cards: each rank's; the slowest sets the pace.
+        rank: the one whose own time is meant; None: that of all.
     """
-    slowest = max((_of_card(plan, decoder, card, links, workload) for card in cards), key=lambda t: t.step_s)
+    if plan.parallel == "pp":
+        slowest = _pipelined(plan, decoder, cards, links, workload, rank)
+    else:
+        kinds = {card.name: card for card in (cards if rank is None else [cards[rank]])}
+        times = (_of_card(plan, decoder, card, links, workload) for card in kinds.values())
+        slowest = max(times, key=lambda t: t.step_s)
     low, high = SEVERAL_ERROR
     basis = "kin" if slowest.basis in ("measured", "calibrated") else slowest.basis
     return replace(slowest, low_s=slowest.low_s * low, high_s=slowest.high_s * high, basis=basis)
 
 
 def _of_card(plan: Plan, decoder: Decoder, card: CardRates, links: Links, workload: Workload | None) -> StepTime:
-    if plan.parallel == "pp":
-        return _pipelined(plan, decoder, card, links, workload)
     card = card.with_link(min(card.link_bytes_per_s, links.host))
     ranks = plan.world_size
     if plan.parallel == "tp":
@@ -157,21 +163,34 @@ def _context_parallel_s(plan: Plan, decoder: Decoder, work: StepWork, links: Lin
     return passes * (widths * once + calls) + blocking_s(plan, decoder, links)
 
 
-def _pipelined(plan: Plan, decoder: Decoder, card: CardRates, links: Links, workload: Workload | None) -> StepTime:
-    """The longest stage with the time that the pipeline takes to fill and to empty."""
-    card = card.with_link(min(card.link_bytes_per_s, links.host))
-    stages, num_layers = plan.world_size, len(decoder.layers)
+def _pipelined(
+    plan: Plan, decoder: Decoder, cards: Sequence[CardRates], links: Links, workload: Workload | None,
+    only: int | None = None,
+) -> StepTime:  # fmt: skip
+    """The longest stage with the time that the pipeline takes to fill and to empty; of `only` one stage its own work
+    and what it hands on."""
+    stages = plan.world_size
+    looked_at: Iterable[int] = {0, stages - 1}  # on cards that are alike these say all
+    if plan.stages or len({card.name for card in cards}) > 1:
+        looked_at = range(stages)
     found = []
-    for stage in {0, stages - 1}:
-        own = layers_of(num_layers, stage, stages)
-        mine = plan.with_(num_layers=len(own), recompute_layers=len([i for i in own if i < plan.recompute_layers]))
-        work = step_work(mine, replace(decoder, layers=decoder.layers[own.start : own.stop]), workload)
-        if stage < stages - 1:
-            work = replace(work, segments=tuple(s for s in work.segments if s.phase != "tail"))
+    for stage in looked_at if only is None else (only,):
+        card = cards[stage].with_link(min(cards[stage].link_bytes_per_s, links.host))
+        work = _of_stage(plan, decoder, stage, workload)
         found.append((predict_step(work, card), work))
     longest, work = max(found, key=lambda pair: pair[0].step_s)
     micro_batches = max(1, round(work.tokens / work.micro_batch_tokens))
-    bubble = longest.step_s * (stages - 1) / micro_batches
+    bubble = longest.step_s * (stages - 1) / micro_batches if only is None else 0.0
     hidden = work.micro_batch_tokens * decoder.hidden * (4 if plan.precision == "fp32" else 2)
     handed = 2 * (micro_batches + stages - 2) * (hidden / links.peer + EXCHANGE_LATENCY_S)
     return _with_exchange(longest, bubble + handed)
+
+
+def _of_stage(plan: Plan, decoder: Decoder, stage: int, workload: Workload | None) -> StepWork:
+    """A stage's layers; the last one has the loss too."""
+    own = layers_of(len(decoder.layers), stage, plan.world_size, plan.stages)
+    mine = plan.with_(num_layers=len(own), recompute_layers=len([i for i in own if i < plan.recompute_layers]))
+    work = step_work(mine, replace(decoder, layers=decoder.layers[own.start : own.stop]), workload)
+    if stage == plan.world_size - 1:
+        return work
+    return replace(work, segments=tuple(s for s in work.segments if s.phase != "tail"))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from fitune.recipe import WHERE
-from fitune.train.run_folder import RunFolder, number
+from fitune.train.events import number
+from fitune.train.run_folder import RunFolder
 from fitune.train.supervise import OnEvent, Supervisor, is_possible
 
 if TYPE_CHECKING:
@@ -66,4 +67,5 @@ def _result(folder: RunFolder, code: int) -> TrainResult:
     info = folder.info()
     last: dict[str, Any] = next((e for e in reversed(events) if e.get("event") == "step"), {})
     before, after = eval_losses(events)
-    return TrainResult(folder.path, info.status, code, info.steps_done, number(last.get("loss")), before, after)
+    return TrainResult(folder.path, info.status, code, info.steps_done, number(last.get("loss")), before, after,
+                       info.link_bytes, info.link_bytes_per_s, info.link_wait_share)  # fmt: skip

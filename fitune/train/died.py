@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fitune import plan as plans
 from fitune import recipe as recipes
 from fitune.errors import EXIT_FAILED, UserError
 from fitune.recipe import Recipe
 from fitune.train.oom import DEVICE, HOST, PEER, PINNED, MemoryFailure, classify_text
+
+if TYPE_CHECKING:
+    from fitune.train.run_folder import RunFolder
 
 MOST_WITHOUT_PROGRESS = 4  # restarts without a newer checkpoint, where each one changes something
 MOST_UNCHANGED = 2  # where there is nothing to change
@@ -87,6 +91,36 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def tell_end(folder: Path, code: int, text: str, step: int) -> None:
+    """The end of a run whose own process has not told it: of several ranks the first one, which writes, is ended when
+    another one has failed for a reason of its own.
+
+    Args:
+        code: the exit code.
+        text: the end of what was printed as errors; the last message is the reason.
+        step: the last one that was finished.
+    """
+    from fitune.train.run_folder import RunFolder
+
+    said = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+    with contextlib.suppress(UserError):  # a full disk may be why it was not told: the message is on the screen
+        _end(RunFolder(folder), step, said[-1] if said else f"a process of the run has ended with exit code {code}")
+
+
+def _end(run: RunFolder, step: int, error: str) -> None:
+    from fitune.train.report import write_report
+
+    _write(run, "end", status="failed", step=step, seconds=0.0, error=error)
+    write_report(run)
+
+
+def _write(run: RunFolder, event: str, **fields: Any) -> None:
+    from fitune.train.events import EventLog
+
+    with EventLog(run.events_path) as log:
+        log.write(event, **fields)
+
+
 class Restarts:
     """Decides about restarts of one run: what changes, and when it is enough."""
 
@@ -135,7 +169,7 @@ class Restarts:
             return None, UNCHANGED  # perhaps somebody's hand: the same again, exactly
         run = RunFolder(self.folder)
         plan = plans.from_json(run.current_plan_path.read_text(encoding="utf-8"))
-        recipe = recipes.build(recipes.load(run.recipe_path))
+        recipe = recipes.build(recipes.load(run.current_recipe_path))
         where = death.failure.where if death.failure.where in (HOST, PINNED) else DEVICE
         found = next_notch(plan, fixed_by(recipe), where=where)
         if found is not None:
@@ -180,20 +214,16 @@ class Restarts:
         self._write("restart", from_step=last, **fields)
 
     def _write(self, event: str, **fields: Any) -> None:
-        from fitune.train.events import EventLog
         from fitune.train.run_folder import RunFolder
 
-        with EventLog(RunFolder(self.folder).events_path) as log:
-            log.write(event, **fields)
+        _write(RunFolder(self.folder), event, **fields)
 
     def _give_up(self, death: Death, step: int) -> None:
-        from fitune.train.report import write_report
         from fitune.train.run_folder import RunFolder
 
         run = RunFolder(self.folder)
         what = f"the run died {self._without_progress} times after step {step} without getting on"
-        self._write("end", status="failed", step=step, seconds=0.0, error=f"{what}: {death.cause}")
-        write_report(run)
+        _end(run, step, f"{what}: {death.cause}")
         last = self._last_checkpoint()
         saved = f"; the last checkpoint is at step {last}: fitune train --resume {run.argument}" if last else ""
         raise UserError(what, death.cause, death.fix + saved, EXIT_FAILED)

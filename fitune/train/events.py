@@ -170,6 +170,13 @@ def is_being_written(path: Path) -> bool:
         os.close(descriptor)
 
 
+def number(value: Any) -> float | None:
+    """A finite number out of an event, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if value - value == 0 else None
+
+
 def _after(event: dict[str, Any], step: int) -> bool:
     return isinstance(event.get("step"), int) and event["step"] > step
 

@@ -11,18 +11,22 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from fitune.errors import UserError
-from fitune.train.run_folder import RunFolder, number
-from fitune.units import gib
+from fitune.train.events import number
+from fitune.train.run_folder import RunFolder
+from fitune.units import gb_per_s, gib
 
-# Event field -> (tag, whether it is a number of bytes, shown as GiB)
-_STEP_TAGS = {
-    "loss": ("train/loss", False),
-    "lr": ("train/lr", False),
-    "grad_norm": ("train/grad_norm", False),
-    "loss_scale": ("train/loss_scale", False),
-    "tokens_per_s": ("speed/tokens_per_s", False),
-    "step_s": ("speed/step_s", False),
-    "peak_allocated_bytes": ("memory/peak_allocated_gib", True),
+# Event field -> (tag, its value in the unit that the tag names)
+_STEP_TAGS: dict[str, tuple[str, Callable[[float], float]]] = {
+    "loss": ("train/loss", float),
+    "lr": ("train/lr", float),
+    "grad_norm": ("train/grad_norm", float),
+    "loss_scale": ("train/loss_scale", float),
+    "tokens_per_s": ("speed/tokens_per_s", float),
+    "step_s": ("speed/step_s", float),
+    "peak_allocated_bytes": ("memory/peak_allocated_gib", gib),
+    "link_bytes": ("link/moved_gib", gib),
+    "link_bytes_per_s": ("link/gb_per_s", gb_per_s),
+    "link_wait_share": ("link/wait_share", float),
 }
 _PHASE_BYTES = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
 
@@ -60,9 +64,9 @@ def scalars(event: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of a step's, evaluation's or phase's event as (tag, value); what is null is left out."""
     kind = event["event"]
     if kind == "step":
-        for field, (tag, is_bytes) in _STEP_TAGS.items():
+        for field, (tag, in_unit) in _STEP_TAGS.items():
             if (value := number(event.get(field))) is not None:
-                yield tag, gib(value) if is_bytes else value
+                yield tag, in_unit(value)
     elif kind == "eval":
         if (value := number(event.get("eval_loss"))) is not None:
             yield "eval/loss", value

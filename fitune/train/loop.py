@@ -23,6 +23,7 @@ from fitune.train import checkpoint, ranks, work
 from fitune.train import session as sessions
 from fitune.train.died import FRUGAL
 from fitune.train.events import EventLog
+from fitune.train.link_sums import link_fields
 from fitune.train.loggers import open_loggers
 from fitune.train.moved import plan_here
 from fitune.train.oom import LOST, PEER, PLACES, MemoryFailure
@@ -71,6 +72,11 @@ class Run:
     pulse: Pulse = field(default_factory=lambda: Pulse(nobody))  # called wherever something has been done
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
+    @property
+    def own_plan(self) -> Plan:
+        """The plan in force as this rank obeys it."""
+        return self.plan.of_rank(self.group.rank)
+
     @functools.cached_property
     def saver(self) -> Saver:
         ram_bytes = from_gib(self.recipe.ram) if self.recipe.ram else None
@@ -104,7 +110,8 @@ class Run:
             return records
         from fitune.parallel.replicated import share_of
 
-        return share_of(records, self.group.rank, self.group.size)
+        shares = [share.records for share in self.plan.shares]
+        return share_of(records, self.group.rank, self.group.size, shares)
 
     def batches(self, records: Sequence[Record]) -> list[MicroBatch]:
         """Micro-batches of these records as the plan in force has them."""
@@ -112,7 +119,7 @@ class Run:
 
         tokenizer = self.session.tokenizer
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-        return step_batches(records, micro_batch=self.plan.micro_batch, packing=self.plan.packing,
+        return step_batches(records, micro_batch=self.own_plan.micro_batch, packing=self.plan.packing,
                             seq_len=self.plan.seq_len, pad_id=pad)  # fmt: skip
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -169,7 +176,7 @@ def _run(
     else:
         with group.leader_first():
             folder = RunFolder.open_existing(resume)
-        show({"event": "folder", "run_folder": str(folder.path)})
+        show({"event": "folder", "run_folder": str(folder.path), "lang": recipe.lang})
         finished = finished_result(folder)
         if finished is not None:
             show({"event": "notice", "text": f"{folder.path} is finished already: nothing is left to train"})
@@ -196,7 +203,7 @@ def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
         out = Path(recipe.out) if recipe.out else None
         created = RunFolder.create(out, recipe.model, _with_whole_paths(recipe).to_yaml(), plan.to_json(),
                                    deepspeed_json=config_json(plan))  # fmt: skip
-        show({"event": "folder", "run_folder": str(created.path)})
+        show({"event": "folder", "run_folder": str(created.path), "lang": recipe.lang})
         show({"event": "plan", "run_folder": str(created.path), **result.as_dict()})
         made = plan, created.path.resolve() if group.size > 1 else created.path
     plan, path = group.share(made)  # type: ignore[misc]
@@ -245,6 +252,8 @@ def _reopen(recipe: Recipe, group: Single, folder: RunFolder, show: OnEvent) -> 
     active.saver.frugal = any(event.get("change") == FRUGAL for event in active.events_of("replan"))
     try:
         plan_here(active)
+        if group.is_leader:
+            folder.store_recipe(recipe)
     except BaseException:
         active.log.close()
         raise
@@ -297,9 +306,11 @@ def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
         raise
     _end(active, status, error)
     _write_report(active)
-    before, after = eval_losses(active.folder.events())
+    events = active.folder.events()
+    before, after = eval_losses(events)
     code = EXIT_CODES.get(status, EXIT_DONE)
-    return TrainResult(active.folder.path, status, code, active.step, active.loss, before, after)
+    return TrainResult(active.folder.path, status, code, active.step, active.loss, before, after,
+                       **link_fields(events))  # fmt: skip
 
 
 def _ended(active: Run, failure: MemoryFailure, supervised: bool) -> UserError:

@@ -31,6 +31,9 @@ def plan_here(active: Run) -> None:
     here = sessions.device_here(active.recipe)
     plan = active.plan
     same_devices = here == (plan.device, plan.device_name) and plan.world_size == active.group.size
+    if active.group.cards:  # the others' too
+        planned = [share.card for share in plan.shares] or [plan.device_name] * plan.world_size
+        same_devices = same_devices and planned == [card.name for card in active.group.cards]
     if same_devices and (active.group.size == 1 or active.recipe.parallel in ("auto", plan.parallel)):
         return
     recipe = _same_job(active.recipe, plan)
@@ -53,9 +56,15 @@ def plan_here(active: Run) -> None:
 def _places(old: Plan, new: Plan, same_devices: bool) -> tuple[str, str]:
     if same_devices:
         return old.parallel, new.parallel
-    if old.world_size == new.world_size:
+    if old.world_size == new.world_size and not (old.shares or new.shares):
         return old.device_name, new.device_name
-    return f"{old.world_size} x {old.device_name}", f"{new.world_size} x {new.device_name}"
+    return _cards(old), _cards(new)
+
+
+def _cards(plan: Plan) -> str:
+    if plan.shares:
+        return " + ".join(share.card for share in plan.shares)
+    return f"{plan.world_size} x {plan.device_name}"
 
 
 def _planned_together(active: Run) -> Plan:

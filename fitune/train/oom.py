@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DEVICE, HOST, PINNED = "device", "host", "pinned"
@@ -28,6 +28,7 @@ class MemoryFailure:
         line: its own words, one line.
         fatal: the process cannot go on with this device (a broken communicator, a library that ended the process).
         untold: the other ranks could not be told.
+        rank: of several, whose failure it is; None where nobody knows.
     """
 
     where: str
@@ -35,6 +36,7 @@ class MemoryFailure:
     line: str
     fatal: bool = False
     untold: bool = False
+    rank: int | None = field(default=None, compare=False)
 
 
 # (source, where, fatal, pattern), the first match wins. All are searched in lower case, line by line.

@@ -6,6 +6,7 @@ all ranks take the same way; what only one of them learns is told to all before 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,7 +114,8 @@ class Agreement:
         if failure is not None and failure.where == PEER:
             return failure
         try:
-            told = [found for found in self._group.gather(failure) if found is not None]
+            told = [dataclasses.replace(found, rank=rank)
+                    for rank, found in enumerate(self._group.gather(failure)) if found is not None]  # fmt: skip
         except RuntimeError as problem:
             found = classify(problem)
             line = next(iter(str(problem).splitlines()), type(problem).__name__)

@@ -101,7 +101,7 @@ def with_recovery(active: Run, engine: Engine, work: Callable[[], Result], *, ph
         alive = free(engine)
         if failure.where == PEER:
             raise Restart(failure, is_whole=False, fatal=True)
-        plan = replan(active, failure, phase)
+        plan = replan(active, failure, phase).of_rank(active.group.rank)
         if failure.fatal or not alive:
             raise Restart(failure, is_whole=False, fatal=True)
         if half_written or not _is_in_place(engine.plan, plan):
@@ -149,9 +149,13 @@ def _vote(active: Run, engine: Engine, failure: MemoryFailure) -> MemoryFailure:
     return active.agree(failure) or failure
 
 
+AGREED = ("optimizer", "publish")  # parts of a step before which all ranks meet
+
+
 def before_update(active: Run, part: str) -> None:
-    """Called at the start of each part of a step: the ranks agree that none has failed before any changes a weight."""
-    if part == "optimizer":
+    """Called at the start of each part of a step: the ranks agree that none has failed before any changes a weight, and
+    before they exchange what they have updated."""
+    if part in AGREED:
         told = active.agree(None)
         if told is not None:
             raise PeerGaveUp if told.where == STOP else PeerFailed(told)
@@ -240,14 +244,16 @@ def replan(active: Run, failure: MemoryFailure, phase: str) -> Plan:
 
     fixed = fixed_by(active.recipe)
     where = failure.where if failure.where in (HOST, PINNED) else "device"
-    found = next_notch(active.plan, fixed, where=where, phase=phase)
+    found = next_notch(active.plan, fixed, where=where, phase=phase, rank=failure.rank)
     if found is None and where == PINNED:
-        found = next_notch(active.plan, fixed, phase=phase)
+        found = next_notch(active.plan, fixed, phase=phase, rank=failure.rank)
     if found is None and where == HOST and not active.saver.frugal:
         active.saver.frugal = True
         found = active.plan, FRUGAL
     if found is None and failure.fatal and where == "device":
         found = active.plan, UNCHANGED  # a new process may find what this one's remains took
+    if not failure.untold:
+        found = active.group.share(found)  # one way for all: a rank may know of a copy that it could not make
     if found is None:
         place = "GPU" if where == "device" else "host"
         raise UserError(

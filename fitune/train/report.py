@@ -15,12 +15,14 @@ from typing import Any
 import fitune
 from fitune.errors import UserError
 from fitune.files import atomic_write
+from fitune.train.events import number
+from fitune.train.link_sums import link_sums
 from fitune.train.report_charts import Points, Series, line_chart, smooth
 from fitune.train.report_memory import main_field, measured_peaks, memory_section, percent, predicted_peaks
 from fitune.train.report_plan import listed, plan_section, techniques_section
 from fitune.train.report_text import LANGUAGES, Words
-from fitune.train.run_folder import RunFolder, RunInfo, number
-from fitune.units import format_bytes, format_count
+from fitune.train.run_folder import RunFolder, RunInfo
+from fitune.units import format_bytes, format_count, format_rate, format_share
 
 _BADGES = {"done": "good", "running": "busy", "planned": "busy", "interrupted": "warn", "terminated": "warn"}
 _LONGEST_AVERAGE = 100  # steps
@@ -325,7 +327,24 @@ def _speed(view: _View) -> str:
     charts += line_chart("lr-chart", words("lr_chart"), rate, words, _rate, small=True)
     charts += line_chart("grad-chart", words("grad_chart"), norm, words, _significant, small=True)
     table = f"<table class='numbers'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<div class="scroll">{table}</div><div class="pair">{charts}</div>'
+    return f'<div class="scroll">{table}</div><div class="pair">{charts}</div>{_link(view)}'
+
+
+def _link(view: _View) -> str:
+    """What was streamed, how fast, and the waiting; nothing where all weights stayed on the device."""
+    words, sums = view.words, link_sums(view.steps.values())
+    if sums is None or sums.bytes_per_s is None:
+        return ""
+    a_step = statistics.median(y for _, y in view.series("link_bytes") if y is not None)
+    text = words("link_text", step=format_bytes(a_step), total=format_bytes(sums.num_bytes),
+                 rate=format_rate(sums.bytes_per_s), share=format_share(sums.wait_share))  # fmt: skip
+    if (number(view.plan.get("world_size")) or 1) > 1:
+        text += " " + words("link_first")
+    waits = _with_average(view.series("link_wait_share"), "eval", words)
+    rates = _with_average(view.series("link_bytes_per_s"), "train", words)
+    charts = line_chart("wait-chart", words("wait_chart"), waits, words, format_share, small=True)
+    charts += line_chart("rate-chart", words("rate_chart"), rates, words, format_rate, small=True)
+    return f'<h3>{escape(words("link_title"))}</h3><p>{escape(text)}</p><div class="pair">{charts}</div>'
 
 
 def _data(view: _View) -> str:

@@ -6,8 +6,8 @@ from html import escape
 from typing import Any
 
 from fitune.memory.groups import group_of, grouped, legend, name_of
+from fitune.train.events import number
 from fitune.train.report_text import Words
-from fitune.train.run_folder import number
 from fitune.units import format_bytes
 
 FIELDS = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")

@@ -8,8 +8,8 @@ from typing import Any
 
 from fitune.planner.sentences import translated
 from fitune.planner.techniques_list import BY_KEY
+from fitune.train.events import number
 from fitune.train.report_text import Words
-from fitune.train.run_folder import number
 from fitune.units import MIB, format_bytes
 
 _MARKS = {"exact": ("good", "="), "approximate": ("warn", "≈"), "other": ("warn", "≠")}
@@ -94,9 +94,13 @@ def _field(name: str, value: Any, words: Words) -> str:
     if name.endswith("_bytes") and (size := number(value)) is not None:
         return format_bytes(size)
     if isinstance(value, dict):
-        return escape("; ".join(f"{k} {listed(v)}" for k, v in value.items()))
+        return escape(listed(value))
+    if value and isinstance(value, list) and isinstance(value[0], dict):
+        return "<br>".join(escape(listed(inner)) for inner in value)
     return escape(listed(value))
 
 
 def listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        return "; ".join(f"{key} {listed(inner)}" for key, inner in value.items())
+    return ", ".join(map(listed, value)) if isinstance(value, list) else str(value)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import EXIT_DONE
 from fitune.plan import Adapter, Plan
+from fitune.train.link_sums import link_fields
 from fitune.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to. `exit_code` is the process' one; losses are means over target tokens."""
+    """What a run came to. `exit_code` is the process' one; losses are means over target tokens.
+
+    `link_*`: weights that crossed the link over the whole run, how fast, and the part of the time spent waiting for
+    them; None where none streamed.
+    """
 
     run_folder: Path
     status: str
@@ -29,6 +34,9 @@ class TrainResult:
     loss: float | None
     eval_loss_before: float | None
     eval_loss_after: float | None
+    link_bytes: int | None = None
+    link_bytes_per_s: float | None = None
+    link_wait_share: float | None = None
 
 
 def finished_result(folder: RunFolder) -> TrainResult | None:
@@ -39,7 +47,8 @@ def finished_result(folder: RunFolder) -> TrainResult | None:
         return None
     last: dict[str, Any] = next((e for e in reversed(events) if e.get("event") == "step"), {})
     before, after = eval_losses(events)
-    return TrainResult(folder.path, "done", EXIT_DONE, last.get("step", 0), last.get("loss"), before, after)
+    return TrainResult(folder.path, "done", EXIT_DONE, last.get("step", 0), last.get("loss"), before, after,
+                       **link_fields(events))  # fmt: skip
 
 
 def eval_losses(events: list[dict[str, Any]]) -> tuple[float | None, float | None]:

@@ -2,7 +2,7 @@
 
 recipe.yaml    what was asked for         checkpoints/        where a resumed run starts
 plan.json      what was decided first     adapter/ or model/  the result
-plan.N.json    and what took its place
+*.N.json/yaml  and what took their place
 events.jsonl   what happened              report.html         all of it to look at
 deepspeed.json what DeepSpeed was told (ZeRO only)
 """
@@ -19,12 +19,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fitune import recipe as recipes
 from fitune.errors import UserError
 from fitune.files import atomic_write, clean_leftovers, explained, file_error, parse_json, size_on_disk
 from fitune.parallel.zero_config import config_json
 from fitune.plan import Plan
-from fitune.recipe import QUANTISED_FORMATS
-from fitune.train.events import END_STATUSES, is_being_written, read_events
+from fitune.recipe import QUANTISED_FORMATS, WHERE, Recipe
+from fitune.train.events import END_STATUSES, is_being_written, number, read_events
+from fitune.train.link_sums import link_fields
 from fitune.train.story import story
 
 RUNS = Path("runs")
@@ -56,6 +58,9 @@ class RunInfo:
     size_bytes: int = 0
     problem: str | None = None
     recovered: str | None = None  # one line about failures that it survived
+    link_bytes: int | None = None  # of weights that crossed the link, over all steps; None where none streamed
+    link_bytes_per_s: float | None = None
+    link_wait_share: float | None = None  # part of those steps' time that was spent waiting for them
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,7 +86,8 @@ class RunFolder:
                 read-only; disk full. Nothing of what was begun is left.
         """
         path, is_new = _new_folder(out, model, root)
-        later = [found.name for found in path.glob("plan.*.json") if cls.plan_number(found) > 0]
+        later = [found.name for form in ("plan.*.json", "recipe.*.yaml") for found in path.glob(form)
+                 if cls.plan_number(found) > 0]  # fmt: skip
         for name in (*_OURS, *later):
             if (path / name).exists():
                 _refuse(path, name)
@@ -149,8 +155,8 @@ class RunFolder:
 
     @staticmethod
     def plan_number(path: Path) -> int:
-        """N of `plan.N.json`; 0 of `plan.json`, and -1 of a file that is no plan of the run."""
-        if path.name == "plan.json":
+        """N of `plan.N.json` or `recipe.N.yaml`; 0 of `plan.json` or `recipe.yaml`, and -1 of other files."""
+        if path.name in ("plan.json", "recipe.yaml"):
             return 0
         number = path.name.split(".")[1]
         return int(number) if number.isdigit() else -1
@@ -163,6 +169,20 @@ class RunFolder:
             if (text := config_json(plan)) is not None:
                 atomic_write(self.deepspeed_path, text)
         return number
+
+    @property
+    def current_recipe_path(self) -> Path:
+        """The recipe as the run was resumed last: `recipe.N.yaml` where that was to run elsewhere or otherwise."""
+        return max([self.recipe_path, *self.path.glob("recipe.*.yaml")], key=self.plan_number)
+
+    def store_recipe(self, recipe: Recipe) -> None:
+        """Write, beside the first one, a recipe of which the stored one differs in where it runs (`recipe.WHERE`); no
+        file where it does not."""
+        stored = recipes.build(recipes.load(self.current_recipe_path))
+        now = {name: getattr(recipe, name) for name in WHERE}
+        if now != {name: getattr(stored, name) for name in WHERE}:
+            number = self.plan_number(self.current_recipe_path) + 1
+            atomic_write(self.path / f"recipe.{number}.yaml", stored.with_(**now).to_yaml())
 
     @property
     def events_path(self) -> Path:
@@ -206,9 +226,9 @@ class RunFolder:
         return values
 
     def recipe_text(self) -> str:
-        """The recipe as it was written. Raises UserError when it cannot be read."""
-        with explained("read", self.recipe_path):
-            return self.recipe_path.read_text(encoding="utf-8", errors="replace")
+        """The recipe as it was written last. Raises UserError when it cannot be read."""
+        with explained("read", self.current_recipe_path):
+            return self.current_recipe_path.read_text(encoding="utf-8", errors="replace")
 
     def info(self) -> RunInfo:
         """The run at a glance; never raises for a half-written folder (status `unreadable`)."""
@@ -237,6 +257,7 @@ class RunFolder:
             duration_s=working_time(events),
             size_bytes=size_bytes,
             recovered=story(events),
+            **link_fields(steps),
         )
 
 
@@ -298,13 +319,6 @@ def method_name(plan: dict[str, Any]) -> str | None:
     """`full`, `lora` or `qlora` (LoRA on a quantised base)."""
     method = _text(plan.get("method"))
     return "qlora" if method == "lora" and plan.get("base_format") in QUANTISED_FORMATS else method
-
-
-def number(value: Any) -> float | None:
-    """A finite number out of an event, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if value - value == 0 else None
 
 
 def short_model_name(model: str) -> str:

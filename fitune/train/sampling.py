@@ -64,8 +64,10 @@ def answer(
     stops = {built.model.generation_config.eos_token_id, tokenizer.eos_token_id, built.model.config.eos_token_id}
     flat = {i for s in stops for i in (s if isinstance(s, list) else [s]) if i is not None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(flat), 0)
+    stretch = getattr(built.model.config, "attention_chunk_size", None)  # see `fitune.model.attention`
+    fits = stretch is None or len(prompt_ids) + max_tokens <= stretch
     config = GenerationConfig(
-        max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(flat) or None, pad_token_id=pad, use_cache=True
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(flat) or None, pad_token_id=pad, use_cache=fits
     )
     ids = torch.tensor([prompt_ids], device=built.device)
     criteria: Any = StoppingCriteriaList([] if stop is None else [lambda ids, scores, **rest: stop()])

@@ -1,4 +1,4 @@
-"""Writes checkpoints behind the training's back: a copy in host RAM, one writer, the next save waits for it.
+"""Writes checkpoints behind the training's back: one copy in host RAM, one writer, the next save waits for it.
 
 With several ranks each has a saver. State that is whole on the first rank is written by that one; where each has a
 share (`Parts`), all write, and meet in a group of their own, which the exchanges of the training do not disturb.
@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fitune.hardware.host import memory
-from fitune.parallel.slices import Parts, Slice
+from fitune.parallel.slices import Gathered, Parts, Slice
 from fitune.parallel.world import Single
 from fitune.train import checkpoint
 from fitune.train.checkpoint import Tensors
 from fitune.train.oom import classify
+
+if TYPE_CHECKING:
+    import torch
 
 # The copy may take this share of the RAM that is free; else the state itself is written and training waits.
 COPY_SHARE = 0.25
@@ -104,14 +107,17 @@ class Saver:
         return self.poll()
 
     def _copy(self, tensors: Tensors) -> Tensors | None:
-        """The tensors in memory of their own, or None where that would not leave enough for others."""
+        """The tensors in host memory of their own, or None where that would not leave enough for others. From a device
+        they come there once; what was gathered for this is such a copy already."""
         in_parts = isinstance(tensors, Parts)
         share = COPY_SHARE / (self._group.local_size if in_parts else 1)
         if checkpoint.num_bytes(tensors) > share * self._free_bytes():
             return None
+        if isinstance(tensors, Gathered):
+            return tensors
         try:
             copies = {
-                name: replace(tensor, part=tensor.part.clone()) if isinstance(tensor, Slice) else tensor.clone()
+                name: replace(tensor, part=_host_copy(tensor.part)) if isinstance(tensor, Slice) else _host_copy(tensor)
                 for name, tensor in tensors.items()
             }
             return Parts(copies) if in_parts else copies
@@ -144,3 +150,7 @@ class Saver:
             self._done.put(Saved(step, path, num_bytes, seconds, seconds if blocked_s is None else blocked_s))
         except Exception as problem:  # noqa: BLE001 not silenced: raised by the owner's next call
             self._done.put(problem)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from fitune.parallel.forwarding import FORWARDED, handled
-from fitune.train.died import Death, Restarts, diagnose
+from fitune.train.died import Death, Restarts, diagnose, tell_end
 from fitune.train.oom import oom_kills
 from fitune.train.pulse import BEAT, LEAST_S, Patience
 from fitune.units import format_duration
@@ -102,6 +102,7 @@ class _Heard:
     step: int = 0
     status: str | None = None  # of its `end`
     hung_s: float | None = None  # it was ended after so much silence
+    has_begun: bool = False  # to work on the run: from then on an end is to be told
     tail: bytearray = field(default_factory=bytearray)
 
     @property
@@ -154,6 +155,8 @@ class Supervisor:
                 if heard.status is not None and code < 0:  # killed after it had told its end
                     return _ENDS.get(heard.status, EXIT_FAILED)
                 if death is None or heard.status is not None:
+                    if heard.status is None and heard.has_begun and code != EXIT_DONE and self.folder is not None:
+                        tell_end(self.folder, code, heard.text, heard.step)
                     return code
                 if self.folder is None:
                     return self._too_early(code, death)
@@ -230,6 +233,7 @@ class Supervisor:
         event = json.loads(line)
         kind = event.get("event")
         self._patience.hear(event)
+        heard.has_begun = heard.has_begun or kind == BEAT
         if kind == "folder":
             heard.folder = Path(event["run_folder"])
         elif kind == "end":

@@ -28,7 +28,8 @@ _TYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | Slice]) -> None:
-    """A new safetensors file, on the disk when this returns; nothing is copied.
+    """A new safetensors file, on the disk when this returns. What is on another device comes through host memory tensor
+    by tensor; nothing else is copied.
 
     Raises:
         OSError: it cannot be written; a part may be there.
@@ -51,7 +52,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | Slice]) -> No
         write_out(descriptor, len(text).to_bytes(8, "little") + text)
         for name in order:
             if stored[name].numel():
-                flat = stored[name].detach().contiguous().reshape(-1).view(torch.uint8)
+                flat = stored[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                 write_out(descriptor, memoryview(flat.numpy()))
         os.fsync(descriptor)  # by the machine that wrote it: the one that names the folder may be another
     finally:

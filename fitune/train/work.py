@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from fitune.parallel.world import SAME_STATE
 from fitune.train import checkpoint, evaluation, nonfinite, watch
 from fitune.train import session as sessions
 from fitune.train.measure import Meter
+from fitune.train.oom import PEER
 from fitune.train.recover import (
+    AGREED,
     Marks,
     Restart,
     about_memory,
@@ -88,16 +91,20 @@ def _attempt(active: Run, resumed: bool) -> str:
 def _load(active: Run, meter: Meter) -> tuple[Engine, dict[str, Any]]:
     """The filled engine, and the peaks of loading it."""
     try:
-        built = sessions.load_model(active.session, active.plan, on_weight=lambda name: _weight_read(active),
+        built = sessions.load_model(active.session, active.own_plan, on_weight=lambda name: _weight_read(active),
                                     group=active.group)  # fmt: skip
         loaded = meter.peaks()
-        return sessions.make_engine(built, active.plan, active.group), loaded
+        return sessions.make_engine(built, active.own_plan, active.group), loaded
     except (RuntimeError, MemoryError, OSError) as problem:
         failure = about_memory(active, problem)
         if failure is None:
             raise
+    if failure.where == PEER:
+        raise Restart(failure, is_whole=False, fatal=True)
+    if active.group.size > 1:  # the others wait for this rank somewhere in loading, and cannot be told
+        failure = dataclasses.replace(failure, fatal=True, untold=True, rank=active.group.rank)
     replan(active, failure, "load")
-    raise Restart(failure, is_whole=False)
+    raise Restart(failure, is_whole=False, fatal=failure.fatal)
 
 
 def _weight_read(active: Run) -> None:
@@ -272,7 +279,7 @@ def _step(active: Run, engine: Engine, meter: Meter, first: bool, looking: watch
     def observe(part: str, index: int) -> None:
         active.pulse()
         before_update(active, part)
-        if part != "optimizer":
+        if part not in AGREED:
             active.stop.check_step(clock, active.step_s)
 
     def work() -> Any:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import bench
 import pytest
 import stream
 import stream_cases
+import stream_killed
+import stream_limits
 from stream_cases import CASES, EQUALITIES
 
 
@@ -38,3 +44,77 @@ def test_a_shape_keeps_as_many_layers_as_asked_for():
     config = stream_cases.config_of("random:openai/gpt-oss-120b", 2, tiny=False)
     assert config.num_hidden_layers == len(config.layer_types) == 2 and config.hidden_size == 2880
     assert stream_cases.config_of("random:openai/gpt-oss-120b", None, tiny=False) is None
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_from_the_disk_is_killed_in_a_step_and_comes_to_the_same_bits(monkeypatch, tmp_path):
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path))
+    name = "8b-bf16-1x2048-disk-ram8-killed"
+    record = stream.work(name, 2, tiny=True)
+    assert record.get("error") is None, record
+    assert record["plan"]["stream_from"] == "disk" and record["link"]["link_bytes"] > 0
+    assert record["killed"]["in_step"] == 3 and record["killed"]["steps_before"] == 2, "in the middle of the third step"
+    assert record["killed"]["resumed_from"] in (None, 1, 2), "not from the beginning of a step that was not over"
+    assert record["bit_identical"] == {"losses": True, "gradient_norms": True, "adapter_sha256": True}
+    assert len(record["losses"][0]) == 4 and "same bits" in stream.row(record, [record])
+    other = record | {"bit_identical": record["bit_identical"] | {"losses": False}}
+    assert "DIFFERENT losses" in stream.row(other, [other])
+
+
+DONE = dict(job={}, recipe={}, plan={}, ram_left=None, resumed_from=2, losses=[1.0], gradient_norms=[1.0],
+            adapter_sha256="ab", link={}, measured={})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "expected"),
+    [
+        (DONE, DONE, "it was not killed in step 3"),
+        ({"error": "the process died (exit code 1)"}, DONE, "it was not killed in step 3"),
+        ({"error": "the process died (exit code -9)"}, {"error": "UserError: no run"}, "resumed: UserError: no run"),
+        ({"error": "the process died (exit code -9)"}, DONE | {"adapter_sha256": "cd"}, None),
+    ],
+)
+def test_a_kill_that_did_not_happen_and_other_bits_are_told(monkeypatch, second, third, expected):
+    answers = iter([DONE, second, third])
+    monkeypatch.setattr(stream_killed._Job, "train", lambda job, run, **how: dict(next(answers)))
+    record = stream_killed.measure("case", CASES["8b-bf16-1x2048-disk-ram8-killed"], tiny=True)
+    if expected is not None:
+        assert record["error"].startswith(expected)
+    else:
+        assert record["bit_identical"] == {"losses": True, "gradient_norms": True, "adapter_sha256": False}
+
+
+def test_what_a_process_may_use_of_host_memory_is_limited_or_said_not_to_be():
+    """As root, where control groups of memory are: a process that takes more than it may is killed."""
+
+    def greedy() -> dict:
+        said = stream_limits.leave_ram(2**28, fill=False)
+        if said.startswith("not limited"):
+            return {"said": said}
+        return {"took": len(bytearray(os.urandom(1) * 2**29))}
+
+    record = bench.forked_record("greedy", greedy)
+    stream_limits.sweep()
+    assert "took" not in record
+    assert "no control group" in record.get("said", "") or "exit code -9" in record["error"]
+
+
+def test_without_control_groups_the_reason_is_told(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(stream_limits, "_own_groups", lambda: [(tmp_path / "none", "memory.max")])
+    said = stream_limits.leave_ram(2**33, fill=False)
+    assert said == f"not limited (no control group: {tmp_path / 'none'}: No such file or directory)"
+    monkeypatch.setattr(stream_limits, "_own_groups", list)
+    monkeypatch.setattr(stream_limits, "_taken_up", lambda left: f"another process holds all but {left}")
+    assert (
+        stream_limits.leave_ram(7)
+        == "another process holds all but 7 (no control group: no control groups of memory here)"
+    )
+
+
+def test_memory_is_locked_where_that_is_allowed():
+    import mmap
+
+    room = mmap.mmap(-1, mmap.PAGESIZE)
+    assert stream_limits._locked(room) in (True, False)
+    locked = Path("/proc/self/status").read_text().partition("VmLck:")[2].split()[0]
+    assert int(locked) >= 4 or not stream_limits._locked(room)

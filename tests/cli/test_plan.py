@@ -8,7 +8,7 @@ import pytest
 
 from fitune import plan as plans
 from fitune.cli.main import main
-from fitune.units import GIB
+from fitune.units import GIB, format_bytes
 
 # Whoever asks the network gets a refused connection at once, not an answer.
 NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
@@ -35,6 +35,31 @@ def test_plan_that_does_not_fit(fitune_command):
     assert done.returncode == 3, done.stderr
     assert "does not fit on GeForce RTX 3080" in done.stdout
     assert "Would fit: " in done.stdout
+
+
+def test_cards_that_are_not_alike(capsys):
+    """Each card's share, peak and time, in the plan and on the terminal in both languages."""
+    arguments = ["plan", "smollm2", "--gpu", "rtx4090,rtx3060", "--parallel", "ddp", "--batch", "16"]
+    assert main([*arguments, "--json", "--explain"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["explain"], "on the one with the least memory"
+    fast, slow = result["plan"]["shares"]
+    assert fast["card"] == "GeForce RTX 4090" and slow["card"] == "GeForce RTX 3060 12GB"
+    assert fast["records"] + slow["records"] == 16 and fast["records"] > 3 * slow["records"]
+    assert result["predicted"]["step_s"] == max(fast["step_s"], slow["step_s"])
+    assert plans.from_dict(result["plan"]).shares[1].records == slow["records"]
+    shares = f"{fast['records']} + {slow['records']}"
+    room = format_bytes(slow["needed_bytes"]), format_bytes(slow["budget_bytes"])
+    for lang, title, batch in (
+        ("en", "GPU share micro-batch recomputed needs / budget a step", f"batch 16 as {shares},"),
+        ("zh", "显卡 份额 微批 重算层数 需要 / 预算 每步", f"批大小 16（{shares}），"),
+    ):
+        assert main([*arguments, "--lang", lang]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert title in shown and batch in shown
+        assert f"1 GeForce RTX 3060 12GB {slow['records']} / 16 {slow['micro_batch']} 0 {' / '.join(room)} " in shown
+        assert "on each" not in shown
+    assert f"16 条记录分为 {shares}" in shown and "各块大约同时完成" in shown
 
 
 BAD: dict[str, tuple[list[str], tuple[str, ...]]] = {

@@ -15,7 +15,8 @@ from rich.console import Console
 import fitune
 from fitune.cli import chart
 from fitune.cli.main import main
-from fitune.cli.render_predict import show_prediction
+from fitune.cli.render_predict import label_text, show_prediction
+from fitune.cli.words_predict import BLOCKS
 from fitune.errors import UserError
 from fitune.units import GIB
 
@@ -293,3 +294,24 @@ def test_another_tool_on_a_model_outside_the_catalog(model: str, tmp_path: Path)
     with pytest.raises(UserError, match="cannot predict .* with another tool") as caught:
         fitune.predict(f"random:{path}", stack="trl", method="lora", **JOB)
     assert "architecture mixtral is not modelled" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("label", "chinese"),
+    [
+        ("saved matrix product 16384x14336 bf16", "保存的矩阵乘积 16384x14336 bf16"),
+        ("gradient of the logits 256x128256 bf16", "logits 的梯度 256x128256 bf16"),
+        ("sum of losses scalar fp32", "损失之和 scalar fp32"),
+        ("hidden states 8x2048x4096 bf16", "隐藏状态 8x2048x4096 bf16"),
+        ("dequantize 4bit 4096x4096 bf16", "dequantize 4bit 4096x4096 bf16"),  # torch's own name of an operation
+    ],
+)
+def test_what_a_block_is_in_chinese(label: str, chinese: str):
+    assert label_text(label, "zh") == chinese
+    assert label_text(label, "en") == label
+
+
+def test_every_word_for_a_block_is_in_the_table():
+    from fitune.memory.cut import _WORDS
+
+    assert set(_WORDS.values()) <= set(BLOCKS)

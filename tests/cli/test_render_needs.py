@@ -61,6 +61,7 @@ def test_a_laptop_under_wsl():
     asked = ["llama-3.1-8b", "--gpu", "rtx4060-laptop", "--ram", "16", "--wsl", "--lang", "en"]
     shown = " ".join(CliRunner().invoke(plan_command, asked, standalone_mode=False).output.split())
     assert "under WSL: 8.00 GiB of the RAM, 512 MiB of it pinnable" in shown
+    assert shown.count("of it pinnable") == 1, "what Windows could pin is of no use there"
     assert "Besides: download 14.96 GiB, disk 16." in shown and "changes nothing" not in shown
     assert "laptop: clock and speed depend on its power limit" in shown
     assert "fits on GeForce RTX 4060 Laptop 8GB" in shown and "from pinned RAM" not in shown

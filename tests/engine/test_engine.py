@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from fitune.engine.engine import Engine, LossScaler
 from fitune.errors import UserError
+from fitune.model.build import add_adapter, build
 from tests import tiny
 from tests.engine.test_step import assert_close, engine_for, gradients
 
@@ -281,6 +284,43 @@ def test_state_goes_on_bit_for_bit(model, changes):
     assert again.scaler.__dict__ == whole.scaler.__dict__
     ours, expected = again.built.trainable(), whole.built.trainable()
     assert all(torch.equal(p, expected[n]) for n, p in ours.items()), "16-bit parameters are those of the masters"
+
+
+def test_state_stays_where_it_is(model):
+    """It is copied by who saves it, once (`fitune.train.saver`): on `meta` nothing can be."""
+    plan = tiny.make_plan(optimizer="adafactor")
+    built = build(tiny.config_of("llama"), plan, "meta")
+    add_adapter(built, plan)
+    made = Engine(built, plan)
+    for p in made.masters.parameters():
+        made.optimizer.state[p] = {"variance": torch.empty(3, device="meta")}
+    tensors, _ = made.state()
+    assert len(tensors) == 2 * len(made.names) and all(t.device.type == "meta" for t in tensors.values())
+
+
+def test_saved_state_is_read_piece_by_piece(model):
+    """Each tensor is put where it stays before the next is read."""
+
+    class OneByOne(dict):
+        most = 0
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            made = super().__getitem__(name).clone()
+            alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(made)]
+            self.most = max(self.most, len(alive))
+            return made
+
+        def get(self, name: str, default: Any = None) -> Any:
+            return self[name]
+
+    alive: list[Any] = []
+    first, again = (engine(model, optimizer="lion") for _ in range(2))
+    take(first, 2)
+    tensors, values = first.state()
+    saved = OneByOne(tensors)
+    again.load_state(saved, values)
+    assert saved.most == 1
+    assert all(torch.equal(t, tensors[n]) for n, t in again.state()[0].items())
 
 
 def test_state_of_other_settings(model):

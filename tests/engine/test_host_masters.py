@@ -290,7 +290,7 @@ def test_the_thread_ends_with_the_engine(models):
     import gc
 
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert gone() is None and not thread.is_alive()
 
 

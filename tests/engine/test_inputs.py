@@ -49,6 +49,19 @@ def test_host_memory_is_what_the_largest_step_needs():
     assert offload.host_bytes() == 3 * 31 * 8 * 4, "kept for the steps to come"
 
 
+def test_steps_of_other_shapes_one_after_the_other():
+    """Shapes, numbers of layers and of micro-batches change, back and forth, and so does the buffer."""
+    offload = OffloadedInputs(CPU)
+    for shapes, layers in (
+        ([(1, 10, 8)], 3), ([(1, 10, 8), (1, 4, 8)], 3), ([(1, 4, 8), (1, 10, 8)], 3), ([(1, 10, 8)], 2),
+        ([(2, 30, 8)], 5), ([(1, 10, 8)], 3),
+    ):  # fmt: skip
+        hidden = [torch.randn(shape) for shape in shapes]
+        found = travel(offload, hidden, layers)
+        assert all(torch.equal(t, hidden[member] + layer) for (layer, member), t in found.items())
+        assert len(found) == layers * len(shapes)
+
+
 def test_two_buffers_on_the_device_whatever_the_depth():
     offload = OffloadedInputs(CPU)
     hidden = torch.randn(1, 10, 8)

@@ -75,6 +75,51 @@ def test_the_bytes_of_a_layer_are_what_its_modules_hold(model):
                 assert torch.equal(parameter, theirs[name]), name
 
 
+def test_a_layer_that_comes_to_the_same_buffer_is_not_bound_again(model):
+    """In any order and whatever buffer it comes to, a layer's modules hold its bytes."""
+    built, resident = built_for(model), built_for(model, stream_from="none")
+    ring = source_of(built)
+
+    def held(index):
+        return [t for n, lin in built.linears.items() if f".{index}." in n for t in lin.packed.tensors.values()]
+
+    def wanted(index):
+        return [t for n, lin in resident.linears.items() if f".{index}." in n for t in lin.packed.tensors.values()]
+
+    generator = random.Random(1)
+    buffers, again = {index: set() for index in range(MODEL_LAYERS)}, 0
+    for _ in range(20):
+        order = [generator.randrange(MODEL_LAYERS) for _ in range(8)]
+        ring.begin([("layer", i) for i in order])
+        for index in order:
+            before = held(index)
+            with ring.layer(index):
+                ours = held(index)
+                assert all(torch.equal(a, b) for a, b in zip(ours, wanted(index), strict=True))
+                norm = built.layers[index].input_layernorm.weight
+                assert torch.equal(norm, resident.layers[index].input_layernorm.weight) and is_view(norm, ring)
+                place = ring._holder(("layer", index)).buffer.data_ptr()
+                again += place in buffers[index] and all(a is b for a, b in zip(ours, before, strict=True))
+                buffers[index].add(place)
+    assert all(len(places) == 2 for places in buffers.values()) and again > 40
+
+
+def test_what_is_fetched_ahead_is_looked_for_once_per_layer(model):
+    ring, _ = ring_for(model)
+    there_and_back = [*range(MODEL_LAYERS), *reversed(range(MODEL_LAYERS))]
+    ahead, calls = ring._fetch_ahead, []
+    ring._fetch_ahead = lambda: (calls.append(ring._at), ahead())
+    use(ring, there_and_back)
+    assert len(calls) == len(there_and_back) + 1, "at the beginning, and after each layer"
+    ring.begin([("layer", i) for i in range(MODEL_LAYERS)])
+    with ring.layer(0):
+        pass
+    ring.forget(1)  # its bytes have changed
+    calls.clear()
+    with ring.layer(1):
+        assert calls == [1], "something has become free"
+
+
 def test_forward_and_backward_keep_the_last_layers_over_the_turn(model):
     ring, fetched = ring_for(model)
     there_and_back = [*range(MODEL_LAYERS), *reversed(range(MODEL_LAYERS))]
@@ -189,7 +234,7 @@ def test_a_forgotten_ring_ends_its_thread(model):
     thread = ring._feeder._thread
     del ring
     gc.collect()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -85,6 +85,9 @@ def _strike(pending: list[dict[str, Any]], at: str, **found: Any) -> None:
     """Fail if a fault that has not struck yet fits this place."""
     import torch
 
+    from fitune.errors import EXIT_DOES_NOT_FIT, UserError
+
+    found |= {"rank": int(os.environ.get("RANK", "0"))}
     for fault in pending:
         if fault["at"] != at or any(fault.get(name) not in (None, value) for name, value in found.items()):
             continue
@@ -104,6 +107,8 @@ def _strike(pending: list[dict[str, Any]], at: str, **found: Any) -> None:
             raise MemoryError
         if kind == "nccl":
             raise RuntimeError("NCCL error in: NCCLUtils.hpp:317, unhandled cuda error\nCuda failure 2 'out of memory'")
+        if kind == "nothing left":
+            raise UserError("nothing is left to change", "asked for by a test", "", EXIT_DOES_NOT_FIT)
         if kind == "hang":
             time.sleep(3600)
         if kind == "kill":

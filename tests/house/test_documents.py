@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
@@ -152,6 +154,19 @@ def test_plan_page_has_every_key_of_the_json():
     peaks = Peaks(**dict.fromkeys(Peaks.__dataclass_fields__, 1))
     predicted = predicted_dict(peaks, workspace_bytes=0)
     assert {*NAMES, *predicted, *predicted["phases"]["step"]} <= keys
+
+
+def test_what_several_gpus_have_not_run_is_listed():
+    """Every way of sharing a job is in the list until a record of it is there; then the page has to be written anew."""
+    section = (
+        (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8").partition("## Not run on several real GPUs")[2]
+    )
+    ways = set(get_args(recipes.Recipe.model_fields["parallel"].annotation)) - {"auto", "none"}
+    assert len(ways) >= 8 and ways <= set(re.findall(r"`(\w+)`", section))
+    file = ROOT / "benchmarks" / "results" / "multi_gpu" / "records.json"
+    records = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    measured = [record["name"] for record in records if record.get("measured")]
+    assert ("Nothing on this page has a record" in section) == (not measured), measured
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -129,3 +129,52 @@ def test_a_head_in_host_memory_and_micro_batches_together():
     assert left <= {"weights", "adapters", "workspace", "optimizer", "stream", "inputs"}
     found = peaks(tracer.terms(*SHAPE), 6)
     assert found.step - found.save == pytest.approx(actual, rel=0.01)
+
+
+# ---- full fine-tuning with masters in host memory --------------------------------------------------------------------
+
+FULL = dict(method="full", adapter=None, optimizer_place="host", clip=1.0)
+STREAM_ALL = dict(stream_from="pinned", resident_layers=0)
+# name: architecture, plan, (recomputed layers, micro-batches) of the runs
+IN_HOST = {
+    "resident weights": ("llama", {}, [(6, 1), (6, 3), (2, 2), (0, 1)]),
+    "streamed": ("llama", STREAM_ALL, [(6, 1), (6, 2), (3, 1)]),
+    "inputs in host memory, one layer stays": (
+        "llama", dict(offload_inputs=True, stream_from="pageable", resident_layers=1, clip=0.0), [(6, 1), (4, 2)]),
+    "together": ("llama", STREAM_ALL | TOGETHER, [(6, 3), (2, 3)]),
+    "inputs in host memory, together": ("llama", dict(offload_inputs=True, **STREAM_ALL, **TOGETHER), [(6, 3), (1, 3)]),
+    "two kinds of layers, a tied head": ("gemma3", dict(offload_inputs=True, **STREAM_ALL, **TOGETHER), [(12, 3)]),
+    "experts": ("qwen3_moe", dict(**STREAM_ALL, **TOGETHER), [(6, 3)]),
+    "8-bit state": ("llama", dict(optimizer="adamw8bit", offload_inputs=True, **STREAM_ALL), [(6, 1)]),
+    "fp16": ("llama", dict(precision="fp16", base_format="fp16", loss_scaling=True, **STREAM_ALL), [(6, 1)]),
+    "fp32": ("llama", dict(precision="fp32", base_format="fp32", attention="efficient", **STREAM_ALL), [(6, 2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_HOST)
+def test_spliced_equals_whole_with_masters_in_host_memory(case):
+    name, changes, runs = IN_HOST[case]
+    layers = 2 * LAYERS if name == "gemma3" else LAYERS  # two of each kind at least
+    config = tiny.config_of(name, num_hidden_layers=layers)
+    for recompute, micro_batches in runs:
+        batch = SHAPE[0] * micro_batches
+        plan = cuda_plan(config, **(FULL | changes | dict(batch=batch, micro_batch=SHAPE[0])))
+        tracer, whole = Tracer(config, plan), WholeModel(config, plan)
+        how = dict(recompute_layers=recompute, accumulates=micro_batches > 1, first_step=True)
+        script = tracer.script_at(*SHAPE, keeps=recompute < layers)
+        said = script.step_events(*SHAPE, **how)
+        if micro_batches > 2 and plan.accumulation_order == "micro-batch-major":
+            micro_batches = 2  # as many are told
+        actual = whole.step(*SHAPE, recompute, micro_batches)
+        assert told(said) == told(actual), (recompute, micro_batches, first_difference(said, actual))
+        there = [e for e in said if e.part == "load"]
+        masters = whole.gradient_bytes()  # in host memory; on meta among what is there
+        assert sum(whole.rounded(e.num_bytes) for e in there) == whole.weight_bytes(SHAPE[2]) - masters
+        dead = {e.block for e in said if e.num_bytes < 0}
+        left = {e.owner for e in said if e.num_bytes > 0 and e.block not in dead}
+        assert left <= {"weights", "workspace", "stream"}
+        found = peaks(script.terms(*SHAPE), recompute)
+        actual_peak, inputs = whole.peak(actual), batch * SHAPE[1] * 64 * (4 if plan.precision == "fp32" else 2)
+        assert -0.002 * actual_peak <= found.step - found.save - actual_peak <= 3 * inputs, recompute
+        said, actual = script.eval_events(*SHAPE), whole.evaluation(*SHAPE)
+        assert told(said) == told(actual), first_difference(said, actual)

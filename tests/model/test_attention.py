@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import transformers
 
+from fitune.errors import UserError
 from fitune.model import attention
 from fitune.model.attention import attention_forward
 from fitune.model.linear import StepContext
 
 
 class _Module:
-    def __init__(self, context):
+    layer_idx = 1
+
+    def __init__(self, context, chunk=None):
         self.fitune_context = context
+        types = ["full_attention", "chunked_attention"]
+        self.config = SimpleNamespace(attention_chunk_size=chunk, layer_types=types)
 
 
 def reference(q, k, v, scale, documents, window, softcap, sinks):
@@ -53,6 +61,8 @@ CASES = {
     "soft-capped": dict(softcap=5.0),
     "sinks": dict(sinks=True, window=16),
     "value size differs": dict(value_dim=32),
+    "chunks": dict(chunk=24),
+    "chunks, packed": dict(chunk=16, documents=((40, 20), (30, 30))),
     "long": dict(tokens=700, documents=((300, 350), (700,))),
 }
 
@@ -71,6 +81,7 @@ def run_case(
     window=None,
     softcap=None,
     sinks=False,
+    chunk=None,
 ):
     torch.manual_seed(0)
     make = lambda h, d: torch.randn(2, h, tokens, d, device=device).to(dtype).requires_grad_()  # noqa: E731
@@ -84,11 +95,15 @@ def run_case(
                 bounds += [bounds[-1] + length] if length else []
         context.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
     out, _ = attention_forward(
-        _Module(context), q, k, v, scaling=0.2, sliding_window=window, softcap=softcap, s_aux=sink
+        _Module(context, chunk), q, k, v, scaling=0.2, sliding_window=window, softcap=softcap, s_aux=sink
     )
     leaves = [t for t in (q, k, v, sink) if t is not None]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    expected = reference(*wide[:3], 0.2, documents, window, softcap, wide[3] if sinks else None)
+    apart = documents
+    if chunk is not None:  # a stretch is as a document of its own
+        whole = documents or ((tokens,), (tokens,))
+        apart = [[min(chunk, length - at) for length in row for at in range(0, length, chunk)] for row in whole]
+    expected = reference(*wide[:3], 0.2, apart, window, softcap, wide[3] if sinks else None)
     real = torch.zeros(2, tokens, dtype=torch.bool, device=device)
     for row in range(2):
         real[row, : sum(documents[row]) if documents else tokens] = True
@@ -103,6 +118,39 @@ def run_case(
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cpu_kernels_equal_plain_attention(case, kernel):
     assert max(run_case(kernel, torch.float32, "cpu", **case)) < 5e-6
+
+
+def test_a_layer_that_sees_all_has_no_chunks():
+    module = _Module(None, chunk=16)
+    assert attention._chunk_of(module, 17) == 16 and attention._chunk_of(module, 16) is None
+    module.layer_idx = 0
+    assert attention._chunk_of(module, 17) is None
+
+
+def test_bounds_of_chunks_for_the_flash_kernel(monkeypatch):
+    """Cumulative over both rows, each stretch and what is padding by itself."""
+    seen = []
+    monkeypatch.setattr(attention._Flash, "apply", lambda q, k, v, bounds, longest, *rest: (seen.append(
+        (bounds.tolist(), longest)), q)[1])  # fmt: skip
+    q = torch.randn(2, 4, 40, 16)
+    for documents in (None, ((20, 15), (40,))):
+        context = StepContext(attention="flash", doc_lengths=documents)
+        assert attention_forward(_Module(context, 16), q, q, q)[0].shape == (2, 40, 4, 16)
+    assert seen == [([0, 16, 32, 40, 56, 72, 80], 16), ([0, 16, 20, 35, 40, 56, 72, 80], 16)]
+
+
+def test_a_mask_of_the_models_own_is_refused():
+    q = torch.randn(1, 4, 8, 16)
+    with pytest.raises(UserError, match="chooses tokens by a mask of its own"):
+        attention_forward(_Module(StepContext()), q, q, q, torch.zeros(1, 1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "whether"),
+    [("Llama4ForCausalLM", False), ("LlamaForCausalLM", True), ("GptOssForCausalLM", True), ("Qwen3ForCausalLM", True)],
+)
+def test_attention_that_counts_tokens_cannot_pack(name, whether):
+    assert attention.packs(getattr(transformers, name)) is whether
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fitune.model import formats
-from fitune.model.formats import Packed, bytes_per_parameter, pack, unpack
+from fitune.model.formats import Packed, Scratch, bytes_per_parameter, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # 17 x 10 is no whole block, 5 x 13 has an odd count, 3 x 40 x 96 is fused experts, 300 x 64 more than 256 blocks
@@ -162,3 +162,17 @@ def test_no_nan_or_infinity_is_made_of_a_constant_weight():
         for value in (0.0, 3.0):
             got = unpack(formats.pack(torch.full((8, 64), value), format, double_quant), torch.float32)
             assert torch.isfinite(got).all() and (got - value).abs().max() < 0.02, (format, value)
+
+
+def test_a_scratch_makes_each_view_once():
+    scratch = Scratch(64, "cpu")
+    first = scratch.take((4, 8), torch.bfloat16)
+    assert scratch.take((4, 8), torch.bfloat16) is first
+    assert scratch.take((8, 4), torch.bfloat16).shape == (8, 4) and scratch.take((4, 4), torch.float32).numel() == 16
+    assert all(t.data_ptr() == scratch.buffer.data_ptr() for t in (first, scratch.take((2, 8), torch.float32)))
+    beside = scratch.take((5, 8), torch.bfloat16)
+    assert beside.data_ptr() != scratch.buffer.data_ptr() and scratch.take((5, 8), torch.bfloat16) is not beside
+    for length in range(200):  # chunks of any length: they are not all remembered
+        scratch.take((length % 64,), torch.uint8)
+        scratch.take((length % 16,), torch.float32)
+    assert len(scratch._views) <= 64

@@ -89,3 +89,15 @@ def test_unknown_classes_are_left_alone():
 
     assert fused.norm_kind(CubedRMSNorm) is None
     assert fused.norm_kind(torch.nn.LayerNorm) is None
+
+
+def test_norms_without_a_weight_are_left_alone():
+    """Gemma 4 norms its values so; its other norms of the same class have one."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+    both = torch.nn.ModuleList([Gemma4RMSNorm(64), Gemma4RMSNorm(64, with_scale=False)])
+    x = torch.randn(3, 64)
+    expected = [norm(x) for norm in both]
+    assert fused.apply(both, StepContext())["norms"] == 1
+    for norm, y in zip(both, expected, strict=True):
+        torch.testing.assert_close(norm(x), y)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitune.model import dropout
-from fitune.model.linear import BaseLinear, StepContext, _FrozenLinear
+from fitune.model.linear import BaseLinear, StepContext, _FrozenLinear, _scaled
 
 IN, OUT, R = 96, 40, 4  # 96: rows are no whole number of 4-bit blocks
 FORMATS = ["fp32", "bf16", "fp16", "int8", "nf4", "fp4"]
@@ -253,3 +254,41 @@ def test_output_may_be_changed_in_place_and_input_may_be_strided():
 def test_use_before_loading_is_a_programming_error():
     with pytest.raises(AssertionError, match="proj has no weight yet"):
         BaseLinear("proj", IN, OUT, StepContext())(rand(2, IN))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 2.0, 0.125, 1.5, -2.0])
+def test_a_scaled_product_is_the_product_scaled(scale, dtype):
+    """To the bit, whether or not the factor is a power of two."""
+    left, right = rand(17, IN, scale=1e-3, dtype=dtype), rand(IN, R, scale=1e-3, seed=1, dtype=dtype)
+    assert torch.equal(_scaled(left, right, scale), torch.mm(left, right).mul_(scale))
+
+
+def test_a_power_of_two_takes_one_launch():
+    seen = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    left, right = rand(5, IN), rand(IN, R)
+    found = {}
+    for scale in (1.0, 2.0, 3.0):
+        seen.clear()
+        with Ops():
+            _scaled(left, right, scale)
+        found[scale] = [op for op in seen if op != "new_empty"]
+    assert found == {1.0: ["mm"], 2.0: ["addmm_"], 3.0: ["mm", "mul_"]}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_without_a_graph_the_output_is_the_same(dora):
+    layer = layer_of("nf4", bias=True, dropout_p=0.2, dora=dora, dtype=torch.bfloat16)
+    layer.context.token_keys = torch.arange(15, dtype=torch.int32)
+    x = rand(3, 5, IN, seed=4, dtype=torch.bfloat16)
+    with_graph = layer(x)
+    with torch.no_grad():
+        without = layer(x)
+    assert with_graph.requires_grad and not without.requires_grad
+    assert torch.equal(with_graph, without)

@@ -76,6 +76,14 @@ def test_references_for_adapter_files(tmp_path: Path) -> None:
     assert resolve("smollm2", weights=False).reference == bundled.MODEL_ID
 
 
+def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    """transformers 5 writes infinity as an object; Mamba-2's configurations have one."""
+    limit = [0.0, {"__float__": "Infinity"}]
+    path = config_file(tmp_path / "m", model_type="mamba2", time_step_limit=limit, hidden_size=32, num_heads=8,
+                       head_dim=8, num_hidden_layers=2)  # fmt: skip
+    assert resolve(str(path), weights=False).config.time_step_limit == [0.0, float("inf")]
+
+
 # ---- random weights --------------------------------------------------------------------------------------------------
 
 

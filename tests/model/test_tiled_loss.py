@@ -30,7 +30,7 @@ def in_tiles(logits, targets, width, grad_scale=1.0, scratch=None, backwards=Fal
     for first in order[::-1] if backwards else order:
         tile = slice(first, first + width)
         weights = tiled.see(logits[:, tile], first, scratch)
-        tiled.add((weights * tiled.lift).to(logits.dtype), head[tile], first)
+        tiled.add(tiled.lifted(weights, logits.dtype), head[tile], first)
     return tiled.loss(), tiled.gradient(grad_scale)
 
 
@@ -87,7 +87,7 @@ def test_small_probabilities_in_fp16():
     head[1:] = 1.0
     for first in range(0, VOCABULARY, 10):
         weights = tiled.see(logits[:, first : first + 10], first)
-        tiled.add((weights * tiled.lift).to(torch.float16), head[first : first + 10], first)
+        tiled.add(tiled.lifted(weights, torch.float16), head[first : first + 10], first)
     grad = tiled.gradient(65536.0).item()
     assert grad == pytest.approx(65536 * 49 * math.exp(-17.6), rel=0.02)
 
@@ -97,3 +97,12 @@ def test_a_shared_buffer_changes_nothing():
     scratch = Scratch(TOKENS * 7 * 4, "cpu")
     plain, shared = in_tiles(logits, targets, 7), in_tiles(logits, targets, 7, scratch=scratch)
     assert torch.equal(plain[0], shared[0]) and torch.equal(plain[1], shared[1])
+
+
+def test_a_target_is_in_one_tile():
+    """The first and last entries of tiles, and none for a token without a target; asked for twice, worked out once."""
+    tiled = TiledCrossEntropy(torch.tensor([0, 6, 7, 13, IGNORED]))
+    inside = [tiled.place(7, first)[1].squeeze(1).tolist() for first in (0, 7)]
+    assert inside == [[True, True, False, False, False], [False, False, True, True, False]]
+    assert tiled.place(7, 7) is tiled.place(7, 7) and tiled.place(7, 0) is not tiled.place(6, 0)
+    assert tiled.place(6, 0)[1].squeeze(1).tolist() == [True, False, False, False, False]

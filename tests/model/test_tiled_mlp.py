@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fitune.model import linear as linears
 from tests import tiny
 from tests.engine.test_step import engine_for, gradients
 from tests.live import pass_peak_bytes
@@ -60,3 +61,21 @@ def test_inner_activations_shrink_by_the_number_of_pieces():
     inner = 512 * 1024 * 2
     assert whole - four >= 4 * inner * 3 / 4 * 0.9
     assert four - eight >= 4 * inner / 8 * 0.9
+
+
+@pytest.mark.parametrize(("dora", "expected"), [(False, 3), (True, 6)])
+def test_backward_leaves_out_the_last_product(monkeypatch, dora, expected):
+    """Pieces run again for their graph alone; DoRA's scale reads the product that it scales."""
+    model = tiny.reference("llama", num_hidden_layers=1)
+    adapter = tiny.Adapter(4, 8, 0.0, "none", ("all-linear",), dora=dora)
+    engine = start(engine_for(model, adapter=adapter, recompute_layers=1, mlp_tiles=3))
+    gradients(engine, BATCHES)
+    made, plain = [], linears.product
+
+    def counted(x, bias, lora_A, lora_B, layer, keys):
+        made.append(layer.name.rpartition(".")[2])
+        return plain(x, bias, lora_A, lora_B, layer, keys)
+
+    monkeypatch.setattr(linears, "product", counted)
+    gradients(engine, BATCHES[:1])
+    assert made.count("down_proj") == expected and made.count("up_proj") == 6

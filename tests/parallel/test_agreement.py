@@ -82,3 +82,26 @@ def test_a_stage_that_fails_in_an_evaluation_stays_in_the_pipeline(job: Any, tmp
     (told,) = of_kind(tmp_path / "run", "replan")
     assert told["phase"] == "eval" and told["where"] == "device"
     assert [e["step"] for e in of_kind(tmp_path / "run", "eval")] == [0, 2]
+
+
+def fail_while_loading(struck: str, rank: int) -> None:
+    """The second rank has no memory for the engine that it makes of the model, in the first processes only."""
+    from fitune.train import session
+
+    if rank != 1 or Path(struck).exists():
+        return
+    Path(struck).touch()
+
+    def fails(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError(OOM)
+
+    session.make_engine = fails  # type: ignore[assignment]
+
+
+def test_a_rank_that_fails_while_it_loads_ends_all(job: Any, tmp_path: Path):
+    """The others wait for it somewhere: they learn that it is gone. What comes next is its plan alone."""
+    run = tmp_path / "run"
+    with pytest.raises(AssertionError, match="this process cannot go on with the device|another process of this run"):
+        train(2, job(run), prepare=functools.partial(fail_while_loading, str(tmp_path / "struck")))
+    assert (run / "plan.1.json").exists() and not (run / "plan.2.json").exists()
+    assert of_kind(run, "end")[-1]["status"] == "failed"

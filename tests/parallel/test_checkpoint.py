@@ -116,6 +116,41 @@ def test_any_layout_goes_on_from_the_parts(changes: dict[str, Any], tmp_path: Pa
         assert_same(resumed(Single(), plan, tmp_path / name)[0], expected)
 
 
+def loaded(group: Group, plan: Plan, folder: Path) -> Any:
+    """What a rank has of the state after it was read."""
+    torch.set_num_threads(1)
+    engine = engine_of(group, plan)
+    saved = checkpoint.load_latest(folder, group=group)
+    assert saved is not None
+    engine.load_state(saved.tensors, saved.values)
+    tensors, _ = engine.state()
+    return {name: (t.start, t.part.clone()) if isinstance(t, Slice) else t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("missing", ["some", "all"])
+def test_parameters_that_have_had_no_update(missing: str, tmp_path: Path):
+    """The first of a layer, say, as one that never gets a gradient; or a checkpoint before the first update."""
+    plan = plan_of(**FULL)
+    engine = engine_of(Single(), plan)
+    steps(engine, Single(), range(1))
+    tensors, values = engine.state()
+    layer = [name for name in engine.names if ".layers.0." in name]
+    gone = engine.names if missing == "all" else [layer[0], layer[-1]]
+    tensors = {
+        name: t for name, t in tensors.items() if not (name.startswith("optimizer") and name.split("|")[1] in gone)
+    }
+    checkpoint.save(tmp_path, 1, tensors, values, 1)
+    ranks = run_ranks(2, loaded, plan_of(**FULL, **SHARDED, world_size=2), tmp_path)
+    found = {name for rank in ranks for name in rank}
+    assert {name for name in found if name.startswith("optimizer")} >= {n for n in tensors if n.startswith("optimizer")}
+    for name in found:
+        parts = sorted((rank[name] for rank in ranks if isinstance(rank.get(name), tuple)), key=lambda part: part[0])
+        if parts:
+            whole = torch.cat([part for _, part in parts])
+            expected = tensors[name].reshape(-1) if name in tensors else torch.zeros_like(whole)
+            assert torch.equal(whole, expected), name
+
+
 def test_a_run_in_parts_is_kept_exported_and_read_by_the_library(job: Any, alone: Path, tmp_path: Path):
     run = tmp_path / "run"
     train_run(2, job(run, parallel="fsdp2", keep_checkpoints=1))

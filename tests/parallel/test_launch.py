@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from fitune import recipe as recipes
-from fitune.errors import EXIT_TERMINATED, UserError
+from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_TERMINATED, UserError
 from fitune.parallel import world as worlds
 from fitune.parallel.launch import Launcher, num_processes
 from fitune.parallel.world import World, card_of, from_environment
@@ -87,9 +87,9 @@ def test_every_rank_knows_its_place(tmp_path: Path):
 
 
 def test_a_failure_ends_all_and_is_shown(capfd: pytest.CaptureFixture[str]):
-    code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no such file: x'); time.sleep(60)"
+    code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no such file: x'); time.sleep(200)"
     started = time.monotonic()
-    assert launch(code) == 1 and time.monotonic() - started < 20
+    assert launch(code) == 1 and time.monotonic() - started < 100
     assert "process 1 of 2 failed:\nno such file: x" in capfd.readouterr().err
 
 
@@ -108,6 +108,14 @@ def test_a_rank_that_saves_is_waited_for(tmp_path: Path):
     code = (f"import os, sys, time, pathlib; first = os.environ['RANK'] == '0'; time.sleep(5 * first); "
             f"first and pathlib.Path({str(done)!r}).touch(); sys.exit(143)")  # fmt: skip
     assert launch(code) == EXIT_TERMINATED and done.exists()
+
+
+def test_who_has_nothing_left_to_change_decides(capfd: pytest.CaptureFixture[str]):
+    """The first process asks for new ones, since another is gone: with them it would be the same again."""
+    code = ("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(75)\n"
+            "time.sleep(1); sys.stderr.write('error: nothing is left'); sys.exit(3)")  # fmt: skip
+    assert launch(code) == EXIT_DOES_NOT_FIT
+    assert "process 1 of 2 failed:\nerror: nothing is left" in capfd.readouterr().err
 
 
 def test_signals_reach_all_ranks(tmp_path: Path):
@@ -169,6 +177,21 @@ def test_a_rank_that_is_killed_while_it_saves(job: Any, alone: Path, tmp_path: P
     (restart,) = of_kind(run, "restart")
     assert restart["from_step"] == 2 and "it was killed (SIGKILL)" in restart["cause"]
     assert not [path for path in (run / "checkpoints").iterdir() if "fitune-tmp" in path.name]
+
+
+def test_a_rank_that_fails_alone_ends_the_run_in_its_words(job: Any, tmp_path: Path):
+    """The first rank, which writes the events, learns only that another one is gone."""
+    run = tmp_path / "run"
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(job(run)))
+    faults = json.dumps({"log": str(tmp_path / "log"),
+                         "faults": [dict(at="after step", step=1, kind="nothing left", rank=1)]})  # fmt: skip
+    command = [sys.executable, "-m", "tests.faults.inject", "train", str(tmp_path / "recipe.yaml"), "--nproc", "2"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULTS": faults}, cwd=ROOT,
+                          capture_output=True, text=True, timeout=240)  # fmt: skip
+    assert done.returncode == EXIT_DOES_NOT_FIT, done.stdout + done.stderr
+    (end,) = of_kind(run, "end")
+    assert (end["status"], end["error"]) == ("failed", "nothing is left to change")
+    assert "nothing is left to change" in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_several_processes_need_a_way_to_start(job: Any, tmp_path: Path):

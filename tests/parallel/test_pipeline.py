@@ -86,7 +86,7 @@ def given_up(group: Group, plan: Plan, failing: int, part: str) -> str:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_stage_gives_a_step_up_and_nobody_waits_for_it(failing: int, part: str):
     plan = plan_of(parallel="pp", world_size=2)
-    results = run_ranks(2, given_up, plan, failing, part, timeout_s=30)
+    results = run_ranks(2, given_up, plan, failing, part, timeout_s=100)
     assert results[failing] == "gave up" and results[1 - failing] == "told"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fitune import recipe as recipes
 from tests.parallel.runs import assert_same_run, losses, train
 from tests.train.tiny_run import of_kind
 
@@ -37,6 +38,9 @@ def test_a_run_goes_on_with_another_number_of_processes_and_layout(job: Any, alo
     changes = [e["change"] for e in of_kind(run, "replan")]
     plans = [json.loads((run / name).read_text()) for name in ("plan.json", *(f"plan.{i}.json" for i in (1, 2, 3)))]
     assert [(p["parallel"], p["world_size"]) for p in plans] == [("ddp", 2), ("fsdp2", 2), ("fsdp2", 4), ("none", 1)]
+    asked = [recipes.build(recipes.load(run / f"recipe{number}.yaml")).parallel for number in ("", ".1", ".2")]
+    assert asked == ["auto", "fsdp2", "auto"], "what was asked for last stands beside what was asked for first"
+    assert not (run / "recipe.3.yaml").exists()
     assert [c.partition(":")[0] for c in changes] == ["ddp -> fsdp2", "2 x CPU -> 4 x CPU", "4 x CPU -> 1 x CPU"]
 
 

@@ -40,6 +40,7 @@ LLAMA: Job = ("llama", HEADS)
 GROUPED: Job = ("llama", HEADS | dict(num_key_value_heads=2))
 QWEN3: Job = ("qwen3", HEADS | dict(num_attention_heads=12, num_key_value_heads=3, tie_word_embeddings=True))
 EXPERTS: Job = ("qwen3_moe", HEADS | dict(moe_intermediate_size=128))
+NEMOTRON: Job = ("nemotron", HEADS | dict(num_attention_heads=12, num_key_value_heads=3))  # an MLP without a gate
 FULL: dict[str, Any] = dict(method="full", adapter=None)
 
 
@@ -87,6 +88,7 @@ def split(group: Group, job: Job, plan: Plan, steps: int) -> Any:
         ),
         (2, QWEN3, FULL, 4),  # key heads that two ranks cannot share out, norms of heads, a tied head
         (2, EXPERTS, dict(base_format="nf4"), 4),
+        (2, NEMOTRON, dict(base_format="nf4"), 4),
     ],
 )
 def test_as_one_process(size: int, job: Job, changes: dict[str, Any], steps: int):
@@ -100,8 +102,7 @@ def test_as_one_process(size: int, job: Job, changes: dict[str, Any], steps: int
     assert all(losses == results[0][0][0] for (losses, _), *_ in results), "every rank knows the same loss"
     for _, loss, _ in results:
         assert loss[1] == expected[1] and loss[0] == pytest.approx(expected[0], rel=1e-4)
-    if job[1]["num_key_value_heads"] % size == 0:
-        assert sum(held for *_, held in results) <= 1.05 * whole
+    assert sum(held for *_, held in results) <= 1.05 * whole
 
 
 class Threads:
@@ -133,8 +134,9 @@ class Threads:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["qwen2", "mistral", "gemma2", "gemma3", "glm4", "mixtral", "gpt_oss", "cohere2", "smollm3", "starcoder2"],
-)
+    ["qwen2", "mistral", "gemma2", "gemma3", "glm4", "mixtral", "gpt_oss", "cohere2", "smollm3", "starcoder2",
+     "arcee"],
+)  # fmt: skip
 def test_many_architectures(architecture: str, monkeypatch: pytest.MonkeyPatch):
     """Two steps with adapters (the second one has what the first has changed), dropout, packed rows."""
     torch.set_num_threads(1)
@@ -178,7 +180,7 @@ def _one_step(engine: Engine, group: Group, failing: str, plan: Plan) -> str:
 
 def test_a_rank_gives_a_step_up_and_nobody_waits_for_it():
     plan = plan_of_two(parallel="tp", world_size=2, accumulation_order="layer-major")
-    results = run_ranks(2, given_up, plan, timeout_s=30)
+    results = run_ranks(2, given_up, plan, timeout_s=100)
     assert results == [["told"] * len(_PARTS), ["gave up"] * len(_PARTS)]
 
 

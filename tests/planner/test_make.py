@@ -270,7 +270,7 @@ def test_memory_follows_what_packed_rows_can_hold():
     assert peak(few) == peak(plan(method="lora", batch=2, seq_len=150))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "falcon"])
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon", "llama4"])
 def test_models_that_cannot_pack(name):
     from tests import tiny
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from fitune.catalog import gpus
 from fitune.errors import UserError
 from fitune.planner import target as target_module
-from fitune.planner.target import RAM_SHARE, choose_target
+from fitune.planner.sentences import translated
+from fitune.planner.target import RAM_SHARE, choose_target, notes_on
 from tests.planner.case import GIB, TURING, card, machine, recipe
 
 TWO = machine(card(index=0, name="First"), card(8 * GIB, index=1, name="Second"))
@@ -151,3 +153,12 @@ def test_elsewhere_torch_knows_the_processor(tmp_path, monkeypatch):
     here = target_module.processor_has_bf16()
     monkeypatch.setattr(target_module, "CPU_INFO", tmp_path / "none")
     assert target_module.processor_has_bf16() is here
+
+
+def test_what_runs_on_amd_is_said_plainly():
+    """gfx1100: torch's ROCm build has flash attention only behind a switch; an MI300X needs none."""
+    notes = [" ".join(notes_on(gpus.find(name)[0])) for name in ("7900xtx", "mi300x", "rtx3080")]
+    assert "ROCm build" in notes[0] and "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" in notes[0]
+    assert "ROCm build" in notes[1] and "EXPERIMENTAL" not in notes[1] and notes[2] == ""
+    for note in notes_on(gpus.find("7900xtx")[0]):
+        assert translated(note, "zh") != note

@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 
-from fitune.speed.work import Workload, step_work, trained_params
-from tests.speed.case import LEAN, LORA, decoder, plan
+from fitune.speed.cards import card_rates
+from fitune.speed.roofline import predict_step
+from fitune.speed.segments import Workload
+from fitune.speed.work import step_work, trained_params
+from tests.speed.case import LEAN, LLAMA, LORA, decoder, plan
 
 MOE = "Qwen/Qwen3-30B-A3B"
 TINY_LORA = dataclasses.replace(LORA, r=1, targets=("q_proj",))
@@ -41,18 +44,85 @@ def test_frozen_base_has_no_weight_gradients_and_full_has():
 
 
 def test_recomputation_is_another_forward_of_those_layers():
-    none, half, all_ = (step_work(plan(recompute_layers=n), decoder()) for n in (0, 16, 32))
+    """Without the last product, which no backward pass reads: the MLP's way back to 4,096."""
+    none, half, all_ = (step_work(plan(recompute_layers=n, adapter=TINY_LORA), decoder()) for n in (0, 16, 32))
     assert products(none, "recompute") == 0
     assert products(half, "recompute") == pytest.approx(products(all_, "recompute") / 2)
-    assert products(all_, "recompute") == products(all_, "forward") == products(none, "forward")
+    assert products(all_, "forward") == products(none, "forward")
+    spared = 32 * 2 * 14336 * 4096 * 4 * 2048
+    assert products(all_, "forward") - products(all_, "recompute") == pytest.approx(spared)
+
+
+def test_an_output_that_is_normalised_is_made_again():
+    gemma = "google/gemma-3-1b-it"
+    work = step_work(plan(1, 1024, gemma), decoder(gemma))
+    assert products(work, "recompute") == products(work, "forward")
+
+
+def total(work, what: str, *names: str) -> float:
+    return sum(getattr(s, what) * s.times for s in work.segments if not names or s.name in names)
+
+
+def test_every_streamed_layer_and_tile_is_ordered_by_the_host():
+    """Once per pass of a micro-batch; once per pass of the whole step where accumulation is layer-major."""
+    streaming = dict(stream_from="pinned", resident_layers=0)
+    assert total(step_work(plan(), decoder()), "transfers") == 0
+    assert total(step_work(plan(**streaming), decoder()), "transfers") == 64
+    assert total(step_work(plan(micro_batch=1, **streaming), decoder()), "transfers") == 4 * 64
+    major = step_work(plan(micro_batch=1, accumulation_order="layer-major", **streaming), decoder())
+    assert total(major, "transfers") == pytest.approx(64)
+    assert total(step_work(plan(**streaming, offload_inputs=True), decoder()), "transfers") == 128
+    lean = step_work(plan(1, 2048, **LEAN), decoder())
+    tiles = -(-128256 * 4096 * 2 // 2**26)
+    assert total(lean, "transfers") == 128 + tiles
+    half = step_work(plan(**(streaming | dict(resident_layers=16))), decoder())
+    assert total(half, "transfers") == 32
+
+
+def test_pieces_of_an_mlp_are_launched_one_by_one():
+    """Each with its adapters and its unpacked weights; in backward each runs forward again, where the whole MLP's
+    recomputation is not made."""
+    whole, tiled = (step_work(plan(1, 2048, mlp_tiles=n), decoder()) for n in (1, 4))
+    assert total(tiled, "kernels", "forward") > 1.8 * total(whole, "kernels", "forward")
+    assert total(tiled, "kernels", "backward") > 2 * total(whole, "kernels", "backward")
+    assert total(tiled, "kernels", "recompute") < total(whole, "kernels", "recompute")
+    assert total(tiled, "unpacks", "forward") == (4 + 3 * 4) * 32
+    assert products(tiled, "forward") == pytest.approx(products(whole, "forward"))
+
+
+def test_a_heads_product_of_few_tokens_counts():
+    """64 tokens at a time (a vocabulary of 262,144) are no adapter's narrow product."""
+    gemma = "google/gemma-3-1b-it"
+    work = step_work(plan(1, 8192, gemma, loss_chunk=64), decoder(gemma))
+    (tail,) = [s for s in work.segments if s.name == "loss"]
+    assert not any(g.narrow for g in tail.gemms)
+    assert products(work, "loss") == pytest.approx(2 * 2 * decoder(gemma).hidden * decoder(gemma).vocab * 8192)
+    times = [predict_step(w, card_rates("cuda", "NVIDIA H200")).parts["matmul"]
+             for w in (work, step_work(plan(1, 8192, gemma, loss_chunk=128), decoder(gemma)))]  # fmt: skip
+    assert times[0] > times[1], "the weight passes through memory twice as often"
+
+
+def test_experts_fill_whole_tiles():
+    """2,048 tokens x 8 of 128 experts are 128 tokens each: one tile of them, and half a tile that is not full."""
+    work = step_work(plan(1, 2048, MOE, adapter=TINY_LORA), decoder(MOE))
+    grouped = {g.m for s in work.segments if s.name == "forward" for g in s.gemms if g.grouped}
+    assert grouped == {128 + 64}
+
+
+def test_queries_and_keys_that_are_rotated_in_fp32():
+    olmo, llama = (step_work(plan(2, 2048, model=name), decoder(name)) for name in ("allenai/OLMo-2-1124-7B", LLAMA))
+    assert total(llama, "wide_rotated") == 0
+    assert total(olmo, "wide_rotated", "forward") == 32 * 2 * 2048 * (32 + 32) * 128
 
 
 def test_moe_multiplies_active_experts_and_reads_all():
     model = decoder(MOE)
     work = step_work(plan(1, 2048, MOE, adapter=TINY_LORA), model)
-    active = model.active_params - model.hidden * model.vocab
-    assert products(work, "forward") == pytest.approx(2 * active * 2048, rel=0.02)
-    unpacked = sum(s.unpack_bytes * s.times for s in work.segments if s.name == "forward")
+    dense = sum(sum(m.params for m in layer.linears) for layer in model.layers)
+    experts = model.active_params - model.hidden * model.vocab - dense
+    filled = (128 + 64) / 128  # see `test_experts_fill_whole_tiles`
+    assert products(work, "forward") == pytest.approx(2 * (dense + filled * experts) * 2048, rel=0.02)
+    unpacked = total(work, "unpack_bytes", "forward")
     stored = sum(layer.params for layer in model.layers)
     assert unpacked == pytest.approx(stored * 2.5, rel=0.01)
 
@@ -83,7 +153,8 @@ def test_documents_and_targets_of_the_data_are_counted():
 def test_every_use_of_a_4_bit_weight_unpacks_it():
     work = step_work(plan(), decoder())
     first_layer_inputs = 3  # q, k and v of layer 0 are not needed for an input gradient
-    assert sum(s.unpacks * s.times for s in work.segments) == 7 * 3 * 32 - first_layer_inputs
+    spared = 32  # of the last product in recomputation
+    assert sum(s.unpacks * s.times for s in work.segments) == 7 * 3 * 32 - first_layer_inputs - spared
     assert sum(s.unpacks * s.times for s in step_work(plan(base_format="bf16"), decoder()).segments) == 0
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from fitune import files
 from fitune.errors import UserError
+from fitune.parallel.slices import Gathered, Parts, Slice
 from fitune.train import checkpoint, tensor_files
 from fitune.train.saver import Saver
 
@@ -230,6 +231,31 @@ def test_writing_behind_the_trainings_back(tmp_path: Path, monkeypatch):
     assert saver.poll() == []
     assert load_file(tmp_path / "step-00000001/parameters.safetensors")["parameter|a"].tolist() == [1.0] * 4
     assert load_file(tmp_path / "step-00000002/parameters.safetensors")["parameter|a"].tolist() == [0.0] * 4
+
+
+class Watched(torch.Tensor):
+    """Stands for a tensor on another device: what is made of it is noted."""
+
+    made: list[tuple[str, tuple, dict]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.made.append((func.__name__, args[1:], kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_copy_goes_to_host_memory_once(tmp_path: Path):
+    """Never a second one on the device; what was put together from other ranks is such a copy already."""
+    own, part = torch.arange(4.0).as_subclass(Watched), torch.ones(2).as_subclass(Watched)
+    saver = Saver(tmp_path, 2)
+    for state in ({"parameter|a": own}, Parts({"parameter|a": Slice(part, 0, (2,))})):
+        Watched.made.clear()
+        copy = saver._copy(state)
+        copies = [call for call in Watched.made if call[0] in ("to", "cpu", "clone", "contiguous", "copy_", "detach")]
+        assert copy is not None and copies == [("to", ("cpu",), {"copy": True})]
+    gathered = Gathered({"parameter|a": torch.ones(4)})
+    assert saver._copy(gathered) is gathered
 
 
 def test_without_room_for_a_copy_it_is_written_at_once(tmp_path: Path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fitune import recipe as recipes
 from fitune.errors import UserError
 from fitune.plan import from_json
 from fitune.train.events import EventLog
@@ -221,3 +222,22 @@ def test_a_start_that_is_no_time_is_left_out(tmp_path: Path, time: float) -> Non
     run = make_run(tmp_path / "run").path
     (run / "events.jsonl").write_text(json.dumps({"event": "start", "time": time, "step": 0}) + "\n", encoding="utf-8")
     assert RunFolder(run).info().started is None
+
+
+def test_the_recipe_that_ran_last_stands_beside_the_first(tmp_path: Path):
+    """Only where it runs can change; a resume that says nothing new leaves no file."""
+    first = recipes.build(dict(model="smollm2", data="demo", steps=7))
+    run = RunFolder.create(tmp_path / "run", "smollm2", first.to_yaml(), make_plan().to_json())
+    run.store_recipe(first)
+    assert run.current_recipe_path == run.recipe_path
+    run.store_recipe(first.with_(parallel="fsdp2", nproc=2))
+    assert run.current_recipe_path.name == "recipe.1.yaml" and "parallel: fsdp2" in run.recipe_text()
+    assert recipes.build(recipes.load(run.current_recipe_path)) == first.with_(parallel="fsdp2", nproc=2)
+    run.store_recipe(first.with_(parallel="fsdp2", nproc=2))
+    run.store_recipe(first)
+    assert run.current_recipe_path.name == "recipe.2.yaml"
+    assert recipes.build(recipes.load(run.recipe_path)) == first
+    (run.path / "plan.json").unlink()
+    (run.path / "recipe.yaml").unlink()
+    with pytest.raises(UserError, match="cannot create a run"):
+        RunFolder.create(run.path, "smollm2", first.to_yaml(), make_plan().to_json())

@@ -16,6 +16,7 @@ from fitune.errors import EXIT_FAILED, UserError
 from fitune.train.events import read_events
 from fitune.train.supervise import Supervisor
 from tests import tiny
+from tests.train.tiny_run import of_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
@@ -42,6 +43,10 @@ if act == "done":
 if act == "refused":
     print("error: no", file=sys.stderr)
     end("failed", 2)
+if act == "left":  # another rank has failed, the first one is ended before it can tell
+    up.on_event({"event": "beat"})
+    print("process 1 of 2 failed:\\nerror: out of GPU memory at step 2\\n  why: 20 MiB", file=sys.stderr, flush=True)
+    os._exit(3)
 if act == "kill at the end":
     up.on_event({"event": "end", "status": "done"})
 if act.startswith("kill"):
@@ -118,6 +123,14 @@ def test_an_end_is_passed_on(act: str, code: int, worker, tmp_path: Path, capfd)
     assert [e["event"] for e in heard] == ["folder", "start", "step", "end"] and heard[2]["loss"] == 1.5
     output = capfd.readouterr()
     assert (output.out, output.err) == (("printed\n", "") if act == "done" else ("", "error: no\n"))
+
+
+def test_an_end_that_nobody_told_is_written(worker, tmp_path: Path):
+    """The first of several ranks, which writes, may be gone before it knows why another one has failed."""
+    assert supervise(worker("left")) == 3 and lives(tmp_path) == 1
+    (end,) = of_kind(tmp_path / "run", "end")
+    assert (end["status"], end["step"], end["error"]) == ("failed", 1, "out of GPU memory at step 2")
+    assert "out of GPU memory at step 2" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def command(
     if as_json:
         print_json(result)
     else:
+        from fitune.cli.render import show_plan
         from fitune.cli.render_needs import next_line
-        from fitune.cli.render_plan import show_plan
 
         show_plan(console(), result, lang)
         show(console(), result, lang)

@@ -46,7 +46,7 @@ def command(
         size = launch.wanted(model, resume, given(settings))
         if size > 1:
             return launch.run([*_program(started), *started], size, link)
-    from fitune.cli.progress import Display
+    from fitune.cli.progress import Display, last_lines
 
     with Display(console(stderr=as_json)) as display:
 
@@ -61,7 +61,7 @@ def command(
         if as_json:
             print_json(result)
         else:
-            click.echo("\n".join(last_lines(result)))
+            click.echo("\n".join(last_lines(result, display.words)))
     except OSError as error:  # nobody reads on; the run is what it is
         if not is_closed_output(error):
             raise
@@ -90,11 +90,3 @@ def _supervised(started: list[str], as_json: bool, *, resumes: bool) -> int:
 def _program(started: list[str]) -> list[str]:
     """What stands before fitune's own arguments in the command of this process."""
     return sys.orig_argv[: len(sys.orig_argv) - len(started)]
-
-
-def last_lines(result: dict[str, Any]) -> list[str]:
-    """Where the result is and what to do next."""
-    run = result["run"]
-    if result["status"] == "done":
-        return [f"report: {run}/report.html", f"next:   fitune chat {run}    fitune export {run}"]
-    return [f"continue with: fitune train --resume {run}"]

@@ -1,0 +1,124 @@
+"""Full fine-tuning whose masters, gradients and optimizer state wait in RAM: the plans there are, easiest first, and
+what the machine's RAM must have for them.
+
+Each has to be traced, which takes seconds: they are looked at where the step does not fit on the card. All layers are
+recomputed. Micro-batches pass the layers together, so that gradients leave once in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from fitune.memory import host
+from fitune.plan import Plan
+from fitune.planner import facts as model_facts
+from fitune.planner import ladder, placement
+from fitune.planner.context import PlanContext
+from fitune.planner.ladder import Candidate, Search
+
+MOST_TOGETHER = 16  # micro-batches of a step that pass the layers together: a trace runs each of them
+STREAMED = ("adamw", "adamw8bit")  # whose update can run on the card (fitune.engine.parts)
+SearchOf = Callable[[PlanContext, Plan], Search]
+
+
+def candidates(context: PlanContext, draft: Plan, search: SearchOf) -> list[Candidate]:
+    """Candidates of the first optimizer with which one fits on the card and in RAM; what RAM each of them needs is
+    noted in the context. With the optimizer left open a state in 8 bits is taken where one in fp32 has no room."""
+    if draft.device != "cuda" or draft.method != "full" or draft.world_size > 1 or draft.optimizer.startswith("paged_"):
+        return []
+    context.ram_wanted.clear()
+    for group in _groups(draft, context.recipe.optimizer == "auto"):
+        found = [settled for placed in group for c in _fitting(context, placed, search)
+                 if (settled := _settled(context, c)) is not None]  # fmt: skip
+        streams = [c for c in found if c.draft.stream_from != "none"]
+        if streams:
+            found += _most_resident(context, ladder.ordered(streams)[0], search)
+        if found:
+            return found
+    return []
+
+
+def _groups(draft: Plan, is_open: bool) -> Iterator[list[Plan]]:
+    """With the optimizer that was asked for, then with 8-bit state: weights on the card, or all streamed."""
+    optimizers = [draft.optimizer, *(["adamw8bit"] if is_open and draft.optimizer == "adamw" else [])]
+    for optimizer in optimizers:
+        base = draft.with_(optimizer=optimizer, recompute_layers=draft.num_layers)
+        places = ("host", "streamed") if optimizer in STREAMED else ("host",)
+        streamed = base.with_(stream_from="pinned", resident_layers=0, offload_inputs=True)
+        yield [made.with_(optimizer_place=place) for made in (base, streamed) for place in places]
+
+
+def _fitting(context: PlanContext, draft: Plan, search: SearchOf) -> list[Candidate]:
+    """Every micro-batch that fits on the card."""
+    made = search(context, draft)
+    recompute = draft.num_layers if made.recompute is None else made.recompute
+    draft = draft.with_(recompute_layers=recompute)
+    found: list[Candidate] = []
+    for rows in made._sizes():
+        passes = -(-made.num_rows // rows)
+        order = "layer-major" if 1 < passes <= MOST_TOGETHER else "micro-batch-major"
+        ordered = draft.with_(accumulation_order=order)
+        one = replace(made, draft=ordered, micro_batch=rows, recompute=recompute, fixed_chunk=True,
+                      terms_of=placement.terms_of(context, ordered, made.num_rows))  # fmt: skip
+        fits = one.fitting(context.limit_bytes)
+        if not fits:
+            break
+        found += fits
+    return found
+
+
+def _settled(context: PlanContext, candidate: Candidate) -> Candidate | None:
+    """The candidate where RAM has room for it in every phase. Where the driver may not pin all that is to be, weights
+    are not pinned, and all copies count as slow ones."""
+    plan, target = candidate.plan, context.target
+    needed = ram_bytes(context, plan)
+    context.ram_wanted.append((needed, plan))
+    if needed > target.ram_bytes:
+        return None
+    if _pinned_bytes(context, plan) <= target.pinned_bytes:
+        return candidate
+    if plan.stream_from == "none":
+        return candidate if plan.optimizer_place == "host" else None
+    if plan.stream_from == "pageable":
+        return candidate
+    draft = candidate.draft.with_(stream_from="pageable")
+    made = replace(candidate, draft=draft)
+    return replace(made, cost=context.step_time(made.plan).step_s)
+
+
+def ram_bytes(context: PlanContext, plan: Plan) -> int:
+    """Of the phase that takes most."""
+    facts = _facts(context, plan)
+    phases = [host.ram(phase, plan, facts, {}) for phase in ("load", "step", "save", "resume")]
+    if None in phases:  # the process was not measured on this platform
+        phases = [host.beside_card(plan, facts)]
+    return max(sum((owners or {}).values()) for owners in phases)
+
+
+def _pinned_bytes(context: PlanContext, plan: Plan) -> int:
+    return sum(host.pinned(plan, _facts(context, plan)).values())
+
+
+def _facts(context: PlanContext, plan: Plan) -> host.Facts:
+    width, rows = context.row_width(plan), context.num_rows(plan)
+    terms = placement.terms_of(context, plan, rows)(plan.micro_batch, width, plan.loss_chunk)
+    return model_facts.of(context, plan, terms, width)
+
+
+def _most_resident(context: PlanContext, candidate: Candidate, search: SearchOf) -> list[Candidate]:
+    """The same with as many layers' weights on the card as fit."""
+    low, high = candidate.draft.resident_layers or 0, candidate.draft.num_layers
+    best = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        draft = candidate.draft.with_(resident_layers=middle)
+        made = search(context, draft)._candidate(
+            candidate.micro_batch, candidate.recompute_layers, candidate.loss_chunk
+        )
+        if made.peak_bytes <= context.limit_bytes:
+            low, best = middle, made
+        else:
+            high = middle
+    settled = None if best is None else _settled(context, best)
+    return [] if settled is None else [settled]

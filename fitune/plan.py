@@ -139,11 +139,14 @@ class Plan:
         return self.of_rank(budgets.index(min(budgets))) if budgets else self
 
     def changed(self, changes: dict[str, Any], rank: int | None = None) -> Plan:
-        """The plan with other settings on all ranks; those of `OWN` on one of them only where `rank` is given."""
+        """The plan with other settings on all ranks; those of `OWN` on one of them only where `rank` is given. Its own
+        are those of the rank with the least memory."""
         own = {name: value for name, value in changes.items() if name in OWN}
         shares = tuple(dataclasses.replace(share, **own) if rank in (None, i) else share
                        for i, share in enumerate(self.shares))  # fmt: skip
-        return self.with_(**(changes if rank is None else {}), shares=shares)
+        made = self.with_(**(changes if rank is None else {}), shares=shares)
+        least = made.of_least()
+        return made.with_(**{name: getattr(least, name) for name in OWN})
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n"

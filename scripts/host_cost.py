@@ -18,7 +18,7 @@ those of other code on the same machine at the same time. Launches can be compar
 below autograd a `linear` or a `to` counts as one, elsewhere as all that it is made of.
 
 What a streamed layer does on CUDA alone, by reading `engine.ring` and `engine.inputs`. Per fetch: 4 events recorded, 1
-waited for, 1 copy, 1 query; where the copy is not over when its layer begins, 2 more recorded and 1 more waited for. Per
+waited for, 1 copy, 1 query; where the copy is not over when its layer begins, 2 more recorded, 1 more waited for. Per
 layer input in host memory: 2 copies, 4 events recorded, 4 waited for.
 """
 
@@ -93,7 +93,7 @@ class Clock:
     """Processor time spent in each part of a step, from one call of the observer to the next."""
 
     def __init__(self) -> None:
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self._part, self._since = "start", time.process_time()
 
     def observe(self, part: str, index: int) -> None:

@@ -107,10 +107,7 @@ def summary(plan: Mapping[str, Any], lang: str = "en") -> str:
         base += words("double")
     micro, batch = plan.get("micro_batch"), plan.get("batch")
     steps = words("batch", batch=batch)
-    parts = [share["records"] for share in plan.get("shares") or []]
-    if parts and sum(parts) == batch:
-        steps = words("batch_as", batch=batch, parts=" + ".join(map(str, parts)))
-    elif micro and batch:
+    if micro and batch:
         steps = render_needs.batch_text(plan, lang)
     return words("job", method=method, article=article, base=base, precision=plan.get("precision"), steps=steps,
                  seq_len=plan.get("seq_len"))  # fmt: skip
@@ -194,7 +191,8 @@ def entry_line(entry: Mapping[str, Any], lang: str = "en") -> str:
     """One alternative or nearest fit: a sentence, or a plan with its predicted peak."""
     if isinstance(entry.get("change"), str):
         options = " ".join(
-            f"--{name.replace('_', '-')} {value}" for name, value in (entry.get("setting") or {}).items()
+            f"--{name.replace('_', '-')} {f'{value:g}' if isinstance(value, float) else value}"
+            for name, value in (entry.get("setting") or {}).items()
             if value is not None and name != "model"
         )  # fmt: skip
         text = translated(entry["change"], lang)

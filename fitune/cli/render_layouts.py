@@ -24,7 +24,9 @@ def place(result: Mapping[str, Any]) -> str:
     """`2 x GeForce RTX 3090`, `GeForce RTX 3090 + GeForce RTX 4070`, or the one device of a plan."""
     plan = result.get("plan") or {}
     one = plan.get("device_name") or plan.get("device") or "this machine"
-    row = next((row for row in result.get("layouts") or [] if row.get("chosen")), None)
+    # where nothing fits no way is chosen: that of the plan which is shown
+    rows = sorted(result.get("layouts") or [], key=lambda row: not row.get("chosen"))
+    row = next((row for row in rows if row.get("chosen") or row.get("layout") == plan.get("parallel")), None)
     names = (row or {}).get("cards") or [one] * (plan.get("world_size") or 1)
     parts = [f"{count} x {name}" if count > 1 else str(name) for name, count in Counter(names).items()]
     return " + ".join(parts)

@@ -29,6 +29,9 @@ NEEDS: Table = {
     "batch": ("batch {all} as {n} x {times}", "批大小 {all}（{n} x {times}）"),
     "batch_each": ("batch {all} as {n} x {times} on each of {gpus} GPUs",
                    "批大小 {all}（{gpus} 块 GPU，每块 {n} x {times}）"),
+    "batch_process": ("batch {all} as {n} x {times} on each of {gpus} processes",
+                      "批大小 {all}（{gpus} 个进程，每个 {n} x {times}）"),
+    "batch_as": ("batch {all} as {parts}", "批大小 {all}（{parts}）"),
     "a_step": ("{time} a step", "每步 {time}"),
     # where a time comes from; what was measured or calibrated needs no word
     "kin": ("; not verified on this card", "；未在此卡上验证"),
@@ -72,10 +75,14 @@ def speed_line(predicted: Mapping[str, Any], lang: str) -> str:
 def batch_text(plan: Mapping[str, Any], lang: str) -> str:
     """A step's records: the micro-batch x how often, on each GPU where they share the records."""
     words, micro, batch = Words(lang, NEEDS), plan["micro_batch"], plan["batch"]
+    parts = [share["records"] for share in plan.get("shares") or []]
+    if parts and sum(parts) == batch:
+        return words("batch_as", all=batch, parts=" + ".join(map(str, parts)))
     gpus = (plan.get("world_size") or 1) if plan.get("parallel") not in SAME_RECORDS else 1
     share = -(-batch // gpus)
     if gpus > 1:
-        return words("batch_each", all=batch, n=micro, times=-(-share // micro), gpus=gpus)
+        key = "batch_process" if plan.get("device") == "cpu" else "batch_each"
+        return words(key, all=batch, n=micro, times=-(-share // micro), gpus=gpus)
     return words("batch_whole" if micro == batch else "batch", all=batch, n=micro, times=-(-batch // micro))
 
 

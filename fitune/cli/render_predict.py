@@ -11,6 +11,7 @@ from fitune.cli import render_memory as memory
 from fitune.cli.words import Words
 from fitune.cli.words_predict import BLOCKS, PREDICT
 from fitune.memory.groups import group_of, grouped, name_of
+from fitune.memory.splice import GRADIENT
 from fitune.planner.sentences import translated
 from fitune.units import format_bytes
 
@@ -49,7 +50,8 @@ def show_prediction(console: Console, result: Mapping[str, Any], lang: str = "en
         _section(console, words("techniques"), [techniques_table(result, words)])
         useless = [translated(t["technique"], lang) for t in result["techniques"] if t["saves_bytes"] <= 0]
         if useless:
-            console.print(f"{words('no_help')}{words('colon')}{'; '.join(useless)}", markup=False, width=width)
+            line = words("no_help") + words("colon") + words("semicolon").join(useless)
+            console.print(line, markup=False, width=width)
     for line in fitting_lines(result, words):
         console.print(line, markup=False, width=width)
 
@@ -186,8 +188,12 @@ def label_text(label: str, lang: str) -> str:
     found = _LABEL.fullmatch(label)
     if lang == "en" or found is None:
         return label
-    words = Words(lang, BLOCKS)
-    what = words(found["what"])
+    words, what = Words(lang, BLOCKS), found["what"]
+    of = what.removeprefix(GRADIENT)
+    if what in BLOCKS:
+        what = words(what)
+    elif of != what:
+        what = words("gradient", what=of)
     return (words("saved", what=what) if found["saved"] else what) + (found["shape"] or "")
 
 
@@ -247,7 +253,7 @@ def fitting_lines(result: Mapping[str, Any], words: Words) -> Iterator[str]:
     if fitting:
         plan, predicted = fitting["plan"], fitting["predicted"]
         needed = predicted.get("device_bytes") or predicted.get("peak_allocated_bytes")
-        size = f": {format_bytes(needed)}" if needed else ""
+        size = words("colon") + format_bytes(needed) if needed else ""
         title = words("fitting" if not result.get("stack") else "fitting_fitune")
         yield f"{title}{size}"
         yield words("comma").join((f"  {summary(plan, words.lang)}", *_placed(plan, words)))

@@ -17,7 +17,6 @@ PLAN: Table = {
     "job": ("{method} on {article} {base} base, {precision}, {steps}, up to {seq_len} tokens",
             "{method}，底座 {base}，{precision}，{steps}，最长 {seq_len} 个 token"),
     "batch": ("batch {batch}", "批大小 {batch}"),
-    "batch_as": ("batch {batch} as {parts}", "批大小 {batch}（{parts}）"),
     "note": ("note: {note}", "注：{note}"),
     "decision": ("decision", "决定"),
     "value": ("value", "取值"),

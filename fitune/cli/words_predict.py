@@ -40,6 +40,7 @@ PREDICT: Table = {
     "note": ("note: {note}", "注：{note}"),
     "comma": (", ", "，"),
     "colon": (": ", "："),
+    "semicolon": ("; ", "；"),
     "ram": ("RAM", "内存（RAM）"),
     "disk": ("disk", "磁盘"),
     "pinned": ("pinned RAM", "锁页内存"),
@@ -60,6 +61,7 @@ PREDICT: Table = {
 # What a block in memory is (`fitune.memory.cut`); operations that are not here keep torch's name for them.
 BLOCKS: Table = {
     "saved": ("saved {what}", "保存的{what}"),
+    "gradient": ("gradient of {what}", "{what} 的梯度"),
     "matrix product": ("matrix product", "矩阵乘积"),
     "batched matrix product": ("batched matrix product", "批量矩阵乘积"),
     "copy": ("copy", "副本"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitune.engine.optimizers import NEEDS_CUDA, build_optimizer, restore_state
+from fitune.engine.optimizers import NEEDS_CUDA, Picked, build_optimizer, restore_state
 from fitune.errors import UserError
 
 ENDS = -1
@@ -83,10 +83,11 @@ class PartedOptimizer:
             UserError: the state is of other parameters or another optimizer.
         """
         owner = {name: part for part, names in parts.items() for name in names}
-        split: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {part: ({}, {}) for part in parts}
-        for kind, values in enumerate((tensors, numbers)):
-            for flat, value in values.items():
+        split: dict[int, tuple[dict[str, str], dict[str, Any]]] = {part: ({}, {}) for part in parts}
+        for kind, flats in enumerate((tensors, numbers)):
+            for flat in flats:
                 part = owner.get(flat.rpartition("|")[0], next(iter(parts)))  # one that is not trained: refused there
-                split[part][kind][flat] = value
+                split[part][kind][flat] = numbers[flat] if kind else flat
         for part, names in parts.items():
-            restore_state(self.each[part], names, *split[part])
+            wanted, own = split[part]
+            restore_state(self.each[part], names, Picked(tensors, wanted), own)

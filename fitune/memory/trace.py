@@ -230,7 +230,7 @@ class _Builder:
             shape = self._limited(shape)
         fitter = Fitter([shape], constant=True)
         whole = together > 1
-        for recompute in self._cuts() if keeps else [count]:
+        for recompute in self._cuts() if keeps else [count, *self._turns()]:
             self._add(self._run(shape, recompute, together if whole else 2, whole), fitter, recompute, whole=whole)
         self._add(self._evaluation(shape), fitter, 0)
         return replace(self._script(), at=(num_rows, num_columns, loss_chunk), group=together, whole=whole, _cache={})
@@ -286,6 +286,14 @@ class _Builder:
         if self.tracer.plan.offload_inputs:
             return [len(self.kinds), *range(len(self.kinds))]
         return list(dict.fromkeys([len(self.kinds), 0, *{kind: i for i, kind in enumerate(self.kinds) if i}.values()]))
+
+    def _turns(self) -> list[int]:
+        """The same where no layer is kept: with inputs in host memory, so that one like the model's last layer is the
+        last that is recomputed, where the traced layers end in another kind."""
+        last = self.tracer.kinds[-1]
+        if not self.tracer.plan.offload_inputs or self.kinds[-1] == last:
+            return []
+        return [1 + max(i for i, kind in enumerate(self.kinds) if kind == last)]
 
     def _rows(self, shape: Shape) -> Rows:
         return Rows(shape.num_rows, shape.num_columns, shape.limit)

@@ -88,7 +88,7 @@ def attention_forward(
     if kernel in ("cpu", "efficient") and plain and window is None:
         return _per_document(query, key, value, context, scale, kernel, chunk), None
     out = _Blockwise.apply(query, key, value, s_aux, scale, window, softcap, _documents(context, query, chunk))
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some classes take a view of it (Afmoe); the others copy it anyway
 
 
 def _chunk_of(module: Any, num_tokens: int) -> int | None:

@@ -40,6 +40,9 @@ def num_processes(recipe: Recipe, num_gpus: int) -> int:
         return 1
     on_cpu = (recipe.devices or "").strip().lower() == "cpu" or num_gpus == 0
     named = device_list(recipe.devices)
+    if not on_cpu and named is not None and len(named) > 1 and max(named) >= num_gpus:
+        raise UserError(f"cannot use --devices {recipe.devices}", f"{num_gpus} GPUs are there, counted from 0",
+                        "name others with --devices")  # fmt: skip
     if recipe.nproc is None:
         there = 0 if on_cpu else len(named) if named is not None else num_gpus
         return max(1, there if recipe.parallel in SAME_RECORDS else min(there, recipe.batch))

@@ -92,6 +92,9 @@ class Pipelined(Meeting):
         self.is_open = True
         return num_tokens, num_targets, num_passes
 
+    def begin(self, num_passes: int) -> None:
+        self.is_open = True  # again, where a step that overflowed is replayed
+
     def prepare(self, loss: torch.Tensor, masters: Masters) -> torch.Tensor:
         return loss.detach().float().clone()
 
@@ -177,6 +180,7 @@ class PipelineEngine(Engine):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _accumulate(self, groups: list[list[Batch]], grad_scale: float, observe: Observer) -> torch.Tensor:
+        self.ranks.begin(len(groups))
         batches = [batch for group in groups for batch in group]
         loss = torch.zeros((), dtype=torch.float32, device=self.built.device)
         try:

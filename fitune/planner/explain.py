@@ -142,10 +142,16 @@ def _streaming(
     count = len(plan.streamed_layers())
     value = f"{count} of {plan.num_layers} layers from {_FROM[plan.stream_from]}"
     resident = _best(others, base_format=plan.base_format, streams=False)
+    on_card = is_in_host(plan) and plan.optimizer_place == "streamed"
     tight = [least for draft, least in rejected if draft.base_format == plan.base_format]
-    if resident is not None and resident.recompute_layers > plan.recompute_layers:
+    if context.recipe.parallel == "streamed":
+        why = "you asked for it"
+    elif resident is not None and resident.recompute_layers > plan.recompute_layers:
         count, slower = resident.recompute_layers, _slower(resident, chosen)
         why = f"with all weights on the card {count} layers would be computed twice, and it would be {slower}"
+    elif resident is not None and on_card and resident.plan.optimizer_place == "host":
+        slower = _slower(resident, chosen)
+        why = f"with all weights on the card they would be updated on the CPU, and it would be {slower}"
     elif resident is not None:
         why = f"with all weights on the card it would be {_slower(resident, chosen)}"
     elif tight:
@@ -218,13 +224,18 @@ def _packing(context: PlanContext, plan: Plan) -> Reason:
     return Reason("packing", "on" if plan.packing else "off", why)
 
 
+def _of_ranks(plan: Plan) -> list[Plan]:
+    """The plan as each rank obeys it; itself where all are alike."""
+    return [plan.of_rank(rank) for rank in range(len(plan.shares) or 1)]
+
+
 def _micro_batch(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     value = f"{plan.micro_batch} of {plan.batch}" + (" (rows)" if plan.packing else "")
     if context.recipe.micro_batch is not None:
         why = "you asked for it; the rest is accumulated"
     elif not fits:
         why = "the smallest need there is"
-    elif plan.micro_batch >= plan.batch:
+    elif all(own.micro_batch >= own.batch for own in _of_ranks(plan)):
         why = "the whole batch fits at once"
     else:
         why = "the fastest split that fits; gradients are accumulated, weighted by tokens"
@@ -237,7 +248,7 @@ def _recompute(context: PlanContext, plan: Plan, fits: bool) -> Reason:
         why = "you asked for it"
     elif not fits:
         why = "the smallest need there is"
-    elif plan.recompute_layers == 0:
+    elif not any(own.recompute_layers for own in _of_ranks(plan)):
         why = "all activations fit: nothing is computed twice"
     elif is_in_host(plan):
         why = "where masters are in RAM all layers are; each costs a second forward pass"

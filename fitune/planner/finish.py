@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fitune.memory.phases import Prediction, needed_bytes
 from fitune.plan import Plan, Reason
-from fitune.planner import explain, ladder, nofit
+from fitune.planner import explain, in_host, ladder, nofit
 from fitune.planner.choose import Tried, base_formats, choose
 from fitune.planner.context import PlanContext
 from fitune.planner.phases import phases_of, predicted_of
@@ -70,5 +70,6 @@ def result(
         if (other.predicted.get("device_bytes") or 0) <= context.target.budget_bytes:
             alternatives.append({"plan": other.with_(predicted={}).as_dict(), "predicted": other.predicted,
                                  "why": explain.not_taken(candidate, chosen)})  # fmt: skip
+    notes = [*context.notes, *in_host.notes(context, plan)]
     nearest = () if fits else nofit.nearest_fits(context, chosen.draft, chosen)
-    return PlanResult(fits, plan, plan.predicted, reasons, tuple(alternatives), tuple(nearest), tuple(context.notes))
+    return PlanResult(fits, plan, plan.predicted, reasons, tuple(alternatives), tuple(nearest), tuple(notes))

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fitune.memory import host
+from fitune.memory.in_host import is_in_host
+from fitune.memory.phases import Prediction
 from fitune.plan import Plan
 from fitune.planner import facts as model_facts
 from fitune.planner import ladder, placement
 from fitune.planner.context import PlanContext
 from fitune.planner.ladder import Candidate, Search
+from fitune.units import format_bytes
 
 MOST_TOGETHER = 16  # micro-batches of a step that pass the layers together: a trace runs each of them
 STREAMED = ("adamw", "adamw8bit")  # whose update can run on the card (fitune.engine.parts)
@@ -98,6 +101,31 @@ def ram_bytes(context: PlanContext, plan: Plan) -> int:
 
 def _pinned_bytes(context: PlanContext, plan: Plan) -> int:
     return sum(host.pinned(plan, _facts(context, plan)).values())
+
+
+def as_pinned(context: PlanContext, prediction: Prediction) -> Prediction:
+    """With no more pinned than the driver may; what is left out is in RAM that is not pinned."""
+    if not is_in_host(prediction.plan):
+        return prediction
+    phases = []
+    for phase in prediction.phases:
+        room, kept = context.target.pinned_bytes, {}
+        for owner, size in (phase.pinned or {}).items():
+            kept[owner] = min(size, room)
+            room -= kept[owner]
+        phases.append(replace(phase, pinned=kept if phase.pinned is not None else None))
+    return replace(prediction, phases=tuple(phases))
+
+
+def notes(context: PlanContext, plan: Plan) -> list[str]:
+    """Where the driver may pin less than a plan wants."""
+    wanted, there = _pinned_bytes(context, plan) if is_in_host(plan) else 0, context.target.pinned_bytes
+    if plan.device != "cuda" or wanted <= there:
+        return []
+    return [
+        f"{format_bytes(wanted)} of RAM should be pinned, and the driver may pin {format_bytes(there)}: the rest is "
+        "copied more slowly"
+    ]
 
 
 def _facts(context: PlanContext, plan: Plan) -> host.Facts:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fitune import plan as plans
 from fitune.errors import UserError
 from fitune.memory.constants import HEADROOM
 from fitune.memory.phases import Prediction, needed_bytes
@@ -19,7 +20,7 @@ from fitune.parallel.world import SAME_RECORDS
 from fitune.plan import Plan, Reason
 from fitune.planner import choose, finish, ladder, mixed, sharing, ways
 from fitune.planner.context import REPLAY_MARGIN, PlanContext
-from fitune.planner.phases import phases_of, rank_phases, together, with_phases
+from fitune.planner.phases import phases_of, rank_phases, times_of, together, with_phases
 from fitune.planner.result import PlanResult
 from fitune.planner.target import Target, choose_target
 from fitune.planner.ways import ALL_RECORDS, Layout
@@ -231,11 +232,19 @@ def plan_together(
     result = replace(result, plan=plan)
     if detailed:
         one = together(found.context, predictions, plan) if plan.shares else predictions[0]
-        result = with_phases(found.context, result, one)
+        timed = tuple(_timed(found.context, entry) for entry in result.alternatives)
+        result = replace(with_phases(found.context, result, one), alternatives=timed)
     needed = [needed_bytes(prediction.most) for prediction in predictions]
     result = replace(result, plan=mixed.predicted(found.context, result.plan, needed))
     rows = _with_prediction(rows, result)
     return _whole(base, found, result, rows)
+
+
+def _timed(context: PlanContext, entry: dict[str, Any]) -> dict[str, Any]:
+    """An alternative with the time of its step; its plan has a rank's batch still, shares are of the whole one."""
+    own = entry["plan"]["batch"]
+    plan = plans.from_dict(entry["plan"] | {"batch": context.layout.batch or own}).with_(batch=own)
+    return entry | {"predicted": entry["predicted"] | times_of(context, mixed.with_shares(context, plan))}
 
 
 def _chosen(
@@ -292,15 +301,16 @@ def _least(found: Outcome) -> ladder.Candidate:
 def _more_effort(found: Outcome) -> dict[str, Any]:
     """A way that fits and was not accepted."""
     best = ladder.ordered(found.found)[0]
-    return {"change": f"more effort: {ways.named(found.way, found.size)} (--parallel {found.way})",
+    return {"change": f"more effort: {ways.named(found.way, found.size, best.draft.device)} (--parallel {found.way})",
             "setting": {"parallel": found.way}, "needs_bytes": best.peak_bytes}  # fmt: skip
 
 
 def _whole(base: PlanContext, found: Outcome, result: PlanResult, rows: list[dict[str, Any]]) -> PlanResult:
     """A rank's result as that of the job: the whole step's records, and the reason for the way."""
     layout = found.context.layout
-    reason = Reason("parallel", ways.named(result.plan.parallel, layout.size), _why(rows, result.plan))
-    share = mixed.reasons(found.context, result.plan) or _share_reason(layout, base.recipe.batch)
+    way = ways.named(result.plan.parallel, layout.size, result.plan.device)
+    reason = Reason("parallel", way, _why(rows, result.plan))
+    share = mixed.reasons(found.context, result.plan) or _share_reason(layout, base.recipe.batch, result.plan.device)
     told = mixed.each_told(result.plan, result.reasons)
     plan, reasons = sharing.settled(result.plan, (*told, reason, *share))
     plan = plan.with_(batch=base.recipe.batch, reasons=reasons, predicted=result.predicted)
@@ -311,11 +321,14 @@ def _whole(base: PlanContext, found: Outcome, result: PlanResult, rows: list[dic
                    notes=tuple(base.notes))  # fmt: skip
 
 
-def _share_reason(layout: Layout, batch: int) -> list[Reason]:
+def _share_reason(layout: Layout, batch: int, device: str) -> list[Reason]:
     if layout.size == 1 or not layout.shares_records:
         return []
     most = layout.share(batch)
-    return [Reason("share", f"{most} of {batch} records", f"what each of {layout.size} GPUs has of a step at most")]
+    why = f"what each of {layout.size} GPUs has of a step at most"
+    if device == "cpu":
+        why = f"what each of {layout.size} processes has of a step at most"
+    return [Reason("share", f"{most} of {batch} records", why)]
 
 
 # ---- why not the others ----------------------------------------------------------------------------------------------

@@ -248,18 +248,21 @@ def reasons(context: PlanContext, plan: Plan) -> list[Reason]:
         return [Reason("stages", " + ".join(map(str, plan.stages)) + " layers", "by speed and memory of each GPU")]
     if plan.parallel in REPLICATED:
         value = " + ".join(str(share.records) for share in plan.shares)
-        return [Reason("share", f"{value} of {sum(s.records for s in plan.shares)} records",
-                       "by the speed of each GPU: all are ready at about the same time")]  # fmt: skip
+        why = "by the speed of each GPU: all are ready at about the same time"
+        unknown = dict.fromkeys(share.card for share in plan.shares if share.step_s is None)
+        if unknown:
+            why = f"by a speed that is assumed: nothing is known of {' and '.join(unknown)}"
+        return [Reason("share", f"{value} of {sum(s.records for s in plan.shares)} records", why)]
     name = plan.shares[least_of(context)].card
     return [Reason("share", "equal", f"the GPUs meet in every layer: {pace} sets the pace, {name} the memory")]
 
 
 def each_told(plan: Plan, told: Sequence[Reason]) -> tuple[Reason, ...]:
-    """The reasons with what every GPU does where they differ."""
-    values = {
-        "micro-batch": [share.micro_batch for share in plan.shares],
-        "recomputation": [share.recompute_layers for share in plan.shares],
+    """The reasons with what every GPU does where they differ; a micro-batch also where it is of other records."""
+    values: dict[str, list[tuple[int, ...]]] = {
+        "micro-batch": [(share.micro_batch, share.records) for share in plan.shares],
+        "recomputation": [(share.recompute_layers,) for share in plan.shares],
     }
-    differ = {decision: f"{' + '.join(map(str, each))} (by GPU)" for decision, each in values.items()
+    differ = {decision: f"{' + '.join(str(own) for own, *_ in each)} (by GPU)" for decision, each in values.items()
               if len(set(each)) > 1}  # fmt: skip
     return tuple(replace(reason, value=differ.get(reason.decision, reason.value)) for reason in told)

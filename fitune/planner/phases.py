@@ -12,7 +12,7 @@ from fitune.memory.phases import predict as predict_phases
 from fitune.memory.replay import StepTerms
 from fitune.plan import Plan, Share
 from fitune.planner import facts as model_facts
-from fitune.planner import placement, ways
+from fitune.planner import in_host, placement, ways
 from fitune.planner.context import PlanContext
 from fitune.planner.jobs import Job
 from fitune.planner.result import PlanResult
@@ -57,7 +57,8 @@ def _of_one(context: PlanContext, plan: Plan, briefly: bool) -> Prediction:
     terms = placement.terms_of(context, plan, context.num_rows(plan))(plan.micro_batch, width, plan.loss_chunk)
     facts = model_facts.of(context, plan, _whole_terms(context, plan, terms, width), width)
     script = placement.script_of(context, plan)
-    return predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
+    made = predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
+    return in_host.as_pinned(context, made)
 
 
 def _whole_terms(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> StepTerms:

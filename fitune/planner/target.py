@@ -154,8 +154,8 @@ def notes_on(gpu: Gpu) -> tuple[str, ...]:
     if gpu.vendor == "AMD":
         notes.append("AMD: ROCm build of torch, not tested with fitune")
         if gpu.compute_capability.startswith("gfx11"):
-            notes.append(f"flash attention is experimental on {gpu.compute_capability}: torch's ROCm build has it only "
-                         "with TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1")  # fmt: skip
+            notes.append(f"flash attention is experimental on {gpu.compute_capability}, and counted on here: set "
+                         "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 for torch's ROCm build")  # fmt: skip
     elif cuda is not None and cuda < OLDEST_OF_ALL_WHEELS:
         notes.append("needs torch's CUDA 12.6 build, the last one for this card")
     if gpu.memory_kind == "shared":

@@ -58,8 +58,9 @@ class Layout:
 ALONE = Layout()
 
 
-def named(way: str, size: int) -> str:
-    return way if way == "none" else f"{way} on {size} GPUs"
+def named(way: str, size: int, device: str = "cuda") -> str:
+    """`ddp on 2 GPUs`; on the CPU processes share it."""
+    return way if way == "none" else f"{way} on {size} {'processes' if device == 'cpu' else 'GPUs'}"
 
 
 def alike(names: Sequence[str]) -> bool:

@@ -111,7 +111,7 @@ def _end(run: RunFolder, step: int, error: str) -> None:
     from fitune.train.report import write_report
 
     _write(run, "end", status="failed", step=step, seconds=0.0, error=error)
-    write_report(run)
+    write_report(run, recipes.build(recipes.load(run.current_recipe_path)).lang or "en")
 
 
 def _write(run: RunFolder, event: str, **fields: Any) -> None:

@@ -105,10 +105,14 @@ def losses(active: Run, engine: Engine, parts: Sequence[Sequence[Record]]) -> tu
             else:
                 engine.pass_by(batches)
         except (RuntimeError, MemoryError, OSError) as problem:
-            if active.group.size == 1 or classify(problem) is None:
+            found = classify(problem)
+            if active.group.size == 1 or found is None or found.fatal:
                 raise
             failed = problem.with_traceback(None)  # the other ranks go on: told at the end
-            engine.ranks.drain()
+            try:
+                engine.ranks.drain()
+            except RuntimeError:  # no way to go on beside them
+                raise failed from None
         total, count = total + loss, count + num
     if failed is not None:
         raise failed

@@ -163,16 +163,17 @@ def run(
     """
     with ranks.joined(recipe) as (group, own):
         show = on_event if on_event is not None and group.is_leader else nobody
-        return _run(own, group, resume, show, supervised)
+        return _run(own, recipe, group, resume, show, supervised)
 
 
 def _run(
-    recipe: Recipe, group: Single, resume: Path | None, show: OnEvent, supervised: bool
+    recipe: Recipe, asked: Recipe, group: Single, resume: Path | None, show: OnEvent, supervised: bool
 ) -> TrainResult:  # fmt: skip
+    """`asked` is what is stored: of several ranks each one's `recipe` names no other GPU than its own."""
     if resume is None and group.elastic:
-        resume = group.share(_same_run(recipe))
+        resume = group.share(_same_run(asked))
     if resume is None:
-        active = _start(recipe, group, show)
+        active = _start(recipe, asked, group, show)
     else:
         with group.leader_first():
             folder = RunFolder.open_existing(resume)
@@ -181,16 +182,16 @@ def _run(
         if finished is not None:
             show({"event": "notice", "text": f"{folder.path} is finished already: nothing is left to train"})
             return finished
-        active = _reopen(recipe, group, folder, show)
+        active = _reopen(recipe, asked, group, folder, show)
     if supervised:
         active.pulse = Pulse(show)
-        active.pulse.expect_s(TIMES * float(active.plan.predicted.get("step_s") or 0.0))
     # Until here a Ctrl-C ends the program as always: a new run has left nothing, an old one is as it was.
     with active.stop, active.log, _loggers(active, is_new=resume is None):
+        active.pulse.expect_s(TIMES * float(active.plan.predicted.get("step_s") or 0.0))  # its first sign: it has begun
         return _guarded(active, resumed=resume is not None, supervised=supervised)
 
 
-def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
+def _start(recipe: Recipe, asked: Recipe, group: Single, show: OnEvent) -> Run:
     sessions.check_machine(recipe)
     ranks.check(recipe, group.size)
     with group.leader_first():
@@ -201,7 +202,7 @@ def _start(recipe: Recipe, group: Single, show: OnEvent) -> Run:
         plan = sessions.require_fit(result)
         ranks.check_plan(plan)
         out = Path(recipe.out) if recipe.out else None
-        created = RunFolder.create(out, recipe.model, _with_whole_paths(recipe).to_yaml(), plan.to_json(),
+        created = RunFolder.create(out, recipe.model, _with_whole_paths(asked).to_yaml(), plan.to_json(),
                                    deepspeed_json=config_json(plan))  # fmt: skip
         show({"event": "folder", "run_folder": str(created.path), "lang": recipe.lang})
         show({"event": "plan", "run_folder": str(created.path), **result.as_dict()})
@@ -240,7 +241,7 @@ def _with_whole_paths(recipe: Recipe) -> Recipe:
     return recipe.with_(**changes)
 
 
-def _reopen(recipe: Recipe, group: Single, folder: RunFolder, show: OnEvent) -> Run:
+def _reopen(recipe: Recipe, asked: Recipe, group: Single, folder: RunFolder, show: OnEvent) -> Run:
     plan = plans.from_json(folder.current_plan_path.read_text(encoding="utf-8"))
     saved = checkpoint.load_latest(folder.checkpoints_path, with_tensors=False)
     date = saved.values.get("date") if saved is not None else None
@@ -253,7 +254,7 @@ def _reopen(recipe: Recipe, group: Single, folder: RunFolder, show: OnEvent) -> 
     try:
         plan_here(active)
         if group.is_leader:
-            folder.store_recipe(recipe)
+            folder.store_recipe(asked)
     except BaseException:
         active.log.close()
         raise

@@ -142,6 +142,8 @@ def located(failure: MemoryFailure, plan: Plan, device: Any) -> MemoryFailure:
 
 def _vote(active: Run, engine: Engine, failure: MemoryFailure) -> MemoryFailure:
     """Tell the other ranks; what all agree on. What they still do together in this step is done first."""
+    if failure.fatal:  # a broken communicator: the others may be in an exchange of it, and would not hear
+        return dataclasses.replace(failure, untold=True)
     try:
         engine.ranks.drain()
     except (RuntimeError, MemoryError):  # no way to meet the others again but in new processes

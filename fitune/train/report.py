@@ -367,7 +367,7 @@ def _data(view: _View) -> str:
 
 
 def _recipe(view: _View) -> str:
-    again = f"fitune train {view.run.argument}/recipe.yaml --out runs/again"
+    again = f"fitune train {view.run.argument}/{view.run.current_recipe_path.name} --out runs/again"
     text = escape(view.words("recipe_text", command="\0")).replace("\0", f"<code>{escape(again)}</code>")
     return f"<pre>{escape(view.run.recipe_text())}</pre><p class='note'>{text}</p>"
 

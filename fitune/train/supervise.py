@@ -38,6 +38,7 @@ UNSUPERVISED = "none"  # of a rank whose launcher has no supervisor
 _TAIL_BYTES = 64 << 10
 _LOOK_S, _POLL_S = 30.0, 0.05  # how often the clock, and a worker that ends, are looked at
 _TOLD = ("event", "step", "status", "run_folder", "expected_s")
+_SHELL_SIGNAL = 128  # from here on exit codes say which signal has ended a process
 _STOPS = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED, "SIGHUP": EXIT_TERMINATED}
 _ENDS = {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
 OnEvent = Callable[[dict[str, Any]], None]
@@ -151,12 +152,13 @@ class Supervisor:
                 if heard.hung_s is not None:
                     death = Death(f"it hung: no sign of life for {format_duration(heard.hung_s)}")
                 if self.stop_code is not None:
+                    if 0 < code < _SHELL_SIGNAL:  # a failure; what a signal has ended can be resumed as it is
+                        self._tell_end(code, heard)
                     return self.stop_code if code < 0 else code
                 if heard.status is not None and code < 0:  # killed after it had told its end
                     return _ENDS.get(heard.status, EXIT_FAILED)
                 if death is None or heard.status is not None:
-                    if heard.status is None and heard.has_begun and code != EXIT_DONE and self.folder is not None:
-                        tell_end(self.folder, code, heard.text, heard.step)
+                    self._tell_end(code, heard)
                     return code
                 if self.folder is None:
                     return self._too_early(code, death)
@@ -164,6 +166,11 @@ class Supervisor:
                 self.tell(restarts.next(death, code, heard.step))
                 command = self.again(self.folder)
         return self.stop_code  # asked for while there was no worker to pass it on to
+
+    def _tell_end(self, code: int, heard: _Heard) -> None:
+        """Of a run that has begun, where the worker has not."""
+        if heard.status is None and heard.has_begun and code != EXIT_DONE and self.folder is not None:
+            tell_end(self.folder, code, heard.text, heard.step)
 
     def _too_early(self, code: int, death: Death) -> int:
         if code >= 0:

@@ -301,6 +301,7 @@ def test_another_tool_on_a_model_outside_the_catalog(model: str, tmp_path: Path)
     [
         ("saved matrix product 16384x14336 bf16", "保存的矩阵乘积 16384x14336 bf16"),
         ("gradient of the logits 256x128256 bf16", "logits 的梯度 256x128256 bf16"),
+        ("gradient of lm_head.weight 32000x4096 fp32", "lm_head.weight 的梯度 32000x4096 fp32"),
         ("sum of losses scalar fp32", "损失之和 scalar fp32"),
         ("hidden states 8x2048x4096 bf16", "隐藏状态 8x2048x4096 bf16"),
         ("dequantize 4bit 4096x4096 bf16", "dequantize 4bit 4096x4096 bf16"),  # torch's own name of an operation

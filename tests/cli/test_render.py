@@ -279,6 +279,8 @@ def plan_of(**changes: object) -> dict:
         (dict(parallel="ddp", world_size=2), "batch 8 as 2 x 2 on each of 2 GPUs, "),
         (dict(parallel="tp", world_size=2), "batch 8 as 2 x 4, "),  # all of them work on every record
         (dict(parallel="ddp", world_size=2, micro_batch=4), "batch 8 as 4 x 1 on each of 2 GPUs, "),
+        (dict(parallel="ddp", world_size=2, device="cpu"), "batch 8 as 2 x 2 on each of 2 processes, "),
+        (dict(parallel="ddp", world_size=2, shares=[{"records": 5}, {"records": 3}]), "batch 8 as 5 + 3, "),
         (dict(parallel="none", world_size=1, micro_batch=8), "batch 8, "),
     ],
 )
@@ -297,6 +299,8 @@ def test_a_step_is_told_by_what_each_gpu_does(changes: dict, text: str):
          "let fitune choose: leave out --micro-batch"),
         ({"change": "a smaller model of the same family: x/y", "setting": {"model": "x/y"}},
          "a smaller model of the same family: x/y"),
+        ({"change": "more RAM: 3 GiB are missing (--ram 85)", "setting": {"ram": 85.0}},
+         "more RAM: 3 GiB are missing (--ram 85)"),
     ],
 )  # fmt: skip
 def test_what_would_fit_says_what_to_type(entry: dict, text: str):
@@ -321,6 +325,12 @@ LAYOUTS = [
 def test_ways_that_are_not_accepted_take_one_line(lang: str, more: str):
     lines = [line.strip() for line, _ in render_layouts.lines({"layouts": LAYOUTS}, 100, lang)]
     assert lines[1].split() == ["fsdp2", "8", "170.00", "GiB"] and lines[2:] == [more]
+
+
+def test_cards_that_are_not_alike_are_named_where_nothing_fits():
+    rows = [{"layout": "none", "cards": ["A"]}, {"layout": "fsdp2", "cards": ["A", "B"], "chosen": False}]
+    plan = {"parallel": "fsdp2", "world_size": 2, "device_name": "A"}
+    assert render_layouts.place({"plan": plan, "layouts": rows}) == "A + B"
 
 
 def test_the_headline_says_what_the_bars_show():

@@ -32,7 +32,7 @@ JOBS: list[dict[str, Any]] = [
     dict(devices="cpu"),
 ]
 # What reads the same in both languages: names of kernels, optimizers and formats.
-NAMES = {"cpu", "flash", "efficient", "adamw", "adamw8bit", "bf16", "fp16", "int8", "nf4", "fp4"}
+NAMES = {"cpu", "flash", "efficient", "adamw", "adamw8bit", "fp32", "bf16", "fp16", "int8", "nf4", "fp4"}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Mapping
 from typing import get_args
 
 import pytest
@@ -17,6 +19,7 @@ from fitune.engine.optimizers import (
     flatten_state,
     restore_state,
 )
+from fitune.engine.parts import ENDS, PartedOptimizer
 from fitune.errors import UserError
 from fitune.model.build import add_adapter, build, fill
 from fitune.recipe import OptimizerName
@@ -215,6 +218,42 @@ def test_saved_state_holds_everything_but_constants(name):
     }[name]  # fmt: skip
     assert {key.rpartition("|")[2] for key in [*tensors, *numbers]} == keys
     assert all(t.device.type == "cpu" for t in tensors.values())
+
+
+class Read(Mapping):
+    """Saved tensors, each made when it is asked for; how many of them are there at once at most."""
+
+    def __init__(self, tensors):
+        self.tensors, self.there, self.most = tensors, weakref.WeakSet(), 0
+
+    def __getitem__(self, name):
+        made = self.tensors[name].clone()
+        self.there.add(made)
+        self.most = max(self.most, len(self.there))
+        return made
+
+    def __contains__(self, name):
+        return name in self.tensors
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+
+def test_parts_read_their_state_tensor_by_tensor():
+    """What is copied to where it stays is there once more for one tensor at a time, not for all parts."""
+    params = parameters()
+    tensors, numbers = flatten_state(trained("adamw8bit", params, 1), list(params))
+    names = {ENDS: ["vector", "odd"], 0: ["matrix", "small"], 1: ["long"]}
+    parts = {part: [params[n] for n in own] for part, own in names.items()}
+    optimizer, saved = PartedOptimizer("adamw8bit", parts, lr=1e-2, weight_decay=0.1), Read(tensors)
+    optimizer.restore(names, saved, numbers)
+    assert saved.most == 1
+    found, other = flatten_state(optimizer, [n for own in names.values() for n in own])
+    assert other == numbers and found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_state_of_other_parameters_or_another_optimizer():

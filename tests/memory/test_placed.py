@@ -135,7 +135,8 @@ def test_a_head_in_host_memory_and_micro_batches_together():
 
 FULL = dict(method="full", adapter=None, optimizer_place="host", clip=1.0)
 STREAM_ALL = dict(stream_from="pinned", resident_layers=0)
-# name: architecture, plan, (recomputed layers, micro-batches) of the runs
+LAST = "the last layer is not like the last one traced"
+# name: architecture, plan, (recomputed layers, micro-batches) of the runs: first all layers, two of each kind at least
 IN_HOST = {
     "resident weights": ("llama", {}, [(6, 1), (6, 3), (2, 2), (0, 1)]),
     "streamed": ("llama", STREAM_ALL, [(6, 1), (6, 2), (3, 1)]),
@@ -144,6 +145,7 @@ IN_HOST = {
     "together": ("llama", STREAM_ALL | TOGETHER, [(6, 3), (2, 3)]),
     "inputs in host memory, together": ("llama", dict(offload_inputs=True, **STREAM_ALL, **TOGETHER), [(6, 3), (1, 3)]),
     "two kinds of layers, a tied head": ("gemma3", dict(offload_inputs=True, **STREAM_ALL, **TOGETHER), [(12, 3)]),
+    LAST: ("gemma3", dict(offload_inputs=True, **STREAM_ALL, **TOGETHER), [(14, 3)]),
     "experts": ("qwen3_moe", dict(**STREAM_ALL, **TOGETHER), [(6, 3)]),
     "8-bit state": ("llama", dict(optimizer="adamw8bit", offload_inputs=True, **STREAM_ALL), [(6, 1)]),
     "fp16": ("llama", dict(precision="fp16", base_format="fp16", loss_scaling=True, **STREAM_ALL), [(6, 1)]),
@@ -154,7 +156,7 @@ IN_HOST = {
 @pytest.mark.parametrize("case", IN_HOST)
 def test_spliced_equals_whole_with_masters_in_host_memory(case):
     name, changes, runs = IN_HOST[case]
-    layers = 2 * LAYERS if name == "gemma3" else LAYERS  # two of each kind at least
+    layers = runs[0][0]
     config = tiny.config_of(name, num_hidden_layers=layers)
     for recompute, micro_batches in runs:
         batch = SHAPE[0] * micro_batches
@@ -177,4 +179,7 @@ def test_spliced_equals_whole_with_masters_in_host_memory(case):
         actual_peak, inputs = whole.peak(actual), batch * SHAPE[1] * 64 * (4 if plan.precision == "fp32" else 2)
         assert -0.002 * actual_peak <= found.step - found.save - actual_peak <= 3 * inputs, recompute
         said, actual = script.eval_events(*SHAPE), whole.evaluation(*SHAPE)
+        if case == LAST:  # an evaluation is told higher than it is, and lower than the step
+            assert whole.peak(actual) <= whole.peak(said) < actual_peak
+            continue
         assert told(said) == told(actual), first_difference(said, actual)

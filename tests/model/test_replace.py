@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from fitune.catalog import models as catalog
 from fitune.errors import UserError
+from fitune.memory.known import abilities
+from fitune.model import configs
 from fitune.model.build import build
 from fitune.model.replace import weights_read
 from tests import tiny
@@ -26,6 +31,14 @@ def test_a_router_that_reads_its_weight_keeps_it():
     assert not any(name.endswith(".wg") for name in built.linears) and len(built.linears) == 2 * 7
 
 
+def test_a_class_that_takes_a_view_of_attentions_output_trains(monkeypatch):
+    """Afmoe; through the attention in blocks, whose output has another layout in memory."""
+    changes = dict(head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2, num_dense_layers=1,
+                   global_attn_every_n_layers=2, sliding_window=16)  # fmt: skip
+    monkeypatch.setitem(tiny.ARCHITECTURES, "odd", ("AfmoeConfig", changes))
+    assert_equals_plain(tiny.reference("odd"), recompute_layers=1)
+
+
 def test_whose_weights_are_read_is_found_in_the_source():
     from transformers.models.bloom.modeling_bloom import BloomMLP
     from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Gate
@@ -36,6 +49,27 @@ def test_whose_weights_are_read_is_found_in_the_source():
     assert "dt_proj" in weights_read(JambaMambaMixer) and "in_proj" not in weights_read(JambaMambaMixer)
     assert not weights_read(LlamaAttention) and not weights_read(LlamaMLP)
     assert not weights_read(BloomMLP), "slices, in an option that is off"
+
+
+def test_a_class_without_source_is_one_that_reads_nothing():
+    """One made at run time, or of a package without sources; what it inherits is read all the same."""
+    from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Gate
+
+    made: dict[str, Any] = {"Gate": HunYuanMoEV1Gate, "__name__": "nowhere"}
+    exec("class Made(Gate): pass", made)
+    assert weights_read(made["Made"]) == {"wg"}
+    assert weights_read(type("Plain", (), {})) == set()
+
+
+@pytest.mark.parametrize("kind", sorted(catalog._FAMILIES))
+def test_every_linear_layer_of_the_catalogs_models_is_replaced(kind: str):
+    shapes = [shape for shape in catalog.all_models() if (shape.nearest_class or shape.model_type) == kind]
+    config = configs.from_shape(min(shapes, key=lambda shape: shape.params_total)).config
+    kernel = "cpu" if abilities(config)[0] else "native"
+    plan = tiny.make_plan(attention=kernel, num_layers=config.num_hidden_layers)
+    built = build(config, plan, "meta")
+    left = [n for n, m in built.layers.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    assert not left and len(built.linears) >= 4 * config.num_hidden_layers
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,9 @@ def test_how_many_processes():
     with pytest.raises(UserError) as caught:
         num_processes(recipe(nproc=4), 2)
     assert caught.value.what == "cannot use 4 GPUs" and caught.value.fix == "use --nproc 2"
+    with pytest.raises(UserError) as caught:
+        num_processes(recipe(devices="2,3"), 2)  # a run that is resumed on another machine, say
+    assert (caught.value.what, caught.value.why) == ("cannot use --devices 2,3", "2 GPUs are there, counted from 0")
 
 
 def test_each_rank_gets_its_own_card():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from fitune.plan import Plan
 from fitune.train import evaluation
 from fitune.train.oom import DEVICE, MemoryFailure
 from fitune.train.ranks import Agreement
-from fitune.train.recover import AGREED, PeerFailed
+from fitune.train.recover import AGREED, PeerFailed, _vote
 from tests.parallel.jobs import assert_same, batches_of, make_built, plan_of, records, train
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_sharded import SHARDED
@@ -175,6 +176,55 @@ def test_all_learn_of_it_and_go_on(
     one = plan_of(**alone)
     built = make_split(LLAMA, one) if plan.parallel == "tp" else make_built(one)
     assert_same(results[0][1], train(Engine(built, one)))
+
+
+def replay_that_fails(group: Group, plan: Plan) -> str:
+    """Gradients overflow, and the first rank has no room for the pass that is made again."""
+    torch.set_num_threads(1)
+    engine = engine_of(group, plan)
+    engine.scaler.enabled, engine.scaler.scale = True, 2.0
+    real, factors = engine.ranks.norm, iter((math.inf, 1.0))
+    engine.ranks.norm = lambda grads: real(grads) * next(factors)  # type: ignore[method-assign]
+    # In each try: the loss, room for exchanges after a failure, what comes from the next rank.
+    with scarce(("parallel.pipeline", "torch", 5)) if group.rank == 0 else nullcontext():
+        return step_that_fails(engine, group)
+
+
+def test_a_stage_that_fails_in_a_replay_tells_it():
+    plan = plan_of(parallel="pp", world_size=2, micro_batch=5)
+    assert run_ranks(2, replay_that_fails, plan, timeout_s=30) == ["failed", "told"]
+
+
+@pytest.mark.parametrize(
+    ("words", "times"), [(OOM, 1), ("NCCL error: unhandled cuda error, out of memory", 0)], ids=["left", "broken"]
+)
+def test_an_evaluation_that_cannot_go_on_beside_the_others_fails_as_what_it_is(words: str, times: int):
+    """Where the others wait in an exchange that was left, or may: it is about memory, and new processes help."""
+    drained: list[int] = []
+
+    def fails(batches: Any) -> Any:
+        raise torch.OutOfMemoryError(words)
+
+    def drain() -> None:
+        drained.append(1)
+        raise RuntimeError("the other ranks wait in an exchange that this one has left")
+
+    active: Any = SimpleNamespace(
+        pulse=lambda: None, stop=SimpleNamespace(sync=lambda: None, requested=None), group=SimpleNamespace(size=2),
+        share=lambda some: some, batches=lambda some: some,
+    )  # fmt: skip
+    engine: Any = SimpleNamespace(evaluate=fails, ranks=SimpleNamespace(drain=drain))
+    with pytest.raises(torch.OutOfMemoryError, match=words):
+        evaluation.losses(active, engine, [[]])
+    assert len(drained) == times
+
+
+def test_nobody_is_asked_after_a_broken_communicator():
+    """The others may be in an exchange of it, and this rank is who stores the plan."""
+    active: Any = SimpleNamespace(agree=lambda failure: pytest.fail("the others do not hear"))
+    engine: Any = SimpleNamespace(ranks=SimpleNamespace(drain=lambda: pytest.fail("nothing can be exchanged")))
+    failure = MemoryFailure(DEVICE, "nccl", "Cuda failure 2 'out of memory'", fatal=True)
+    assert _vote(active, engine, failure).untold
 
 
 def update_that_fails(group: Group, plan: Plan) -> tuple[str, bool]:

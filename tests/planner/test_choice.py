@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import csv
 import functools
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,18 @@ def test_the_reason_names_how_much_faster():
     assert why == "3 % faster, but more complex: within 5% the simplest plan is taken"
     assert translated(why, "zh") == "快 3 %，但更复杂：相差 5% 以内取最简单的计划"
     assert "as fast, but" in (explain.not_taken(candidate(10.0), candidate(10.0)) or "")
+
+
+def test_a_streamed_plan_says_where_the_update_would_run_with_all_weights_on_the_card():
+    """Weights and the buffers of updates on the card do not both fit there: not the weights make the difference."""
+    base = case.plan(method="full").plan
+    streamed = base.with_(optimizer_place="streamed", stream_from="pinned", resident_layers=7)
+    chosen = replace(candidate(10.0), draft=streamed)
+    others = [replace(candidate(70.0), draft=base.with_(optimizer_place="host"))]
+    context: Any = SimpleNamespace(is_simple=False)
+    why = explain._streaming(context, chosen, [], others).why
+    assert why.startswith("with all weights on the card they would be updated on the CPU, and it would be 600 % slower")
+    assert "在 CPU 上更新" in translated(why, "zh") and "慢 600 %" in translated(why, "zh")
 
 
 def test_alternatives_save_enough_to_matter():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -100,3 +101,16 @@ def test_a_notch_keeps_what_is_trained_in_ram_and_its_gradients_together():
     on_card, _ = next_notch(plan, where="host")
     assert on_card.stream_from == "pageable" and not on_card.offload_inputs
     assert next_notch(on_card, where="host") is None
+
+
+def test_no_more_is_pinned_than_the_driver_may_and_it_is_said():
+    """Weights are not pinned then, and why all of them are not on the card is that they are updated there."""
+    where = replace(machine(card_for(150 * MIB), ram_bytes=ROOM), pinned_limit_bytes=60 * MIB)
+    result = make_plan(recipe(method="full", batch=1), where, config=config(), detailed=True)
+    plan, predicted = result.plan, result.predicted
+    assert result.fits and plan.stream_from == "pageable"
+    assert predicted["pinned_bytes"] == 60 * MIB < predicted["host_bytes"]
+    (note,) = [note for note in result.notes if "should be pinned" in note]
+    assert note.endswith("of RAM should be pinned, and the driver may pin 60 MiB: the rest is copied more slowly")
+    assert "锁页" in translated(note, "zh")
+    assert not any("should be pinned" in note for note in full(150).notes)

@@ -63,6 +63,8 @@ def test_a_model_that_no_card_holds_on_two():
     assert case.reason(result, "share").value == "4 of 8 records"
     assert any("GB/s each in an exchange" in note and "not measured" in note for note in result.notes)
     assert any("NCCL" in note for note in result.notes)
+    times = [other["predicted"]["step_s"] for other in result.alternatives]
+    assert times and min(times) > 0.95 * result.predicted["step_s"], "what else fits says how long its step takes"
 
 
 def test_full_fine_tuning_is_sharded():
@@ -215,6 +217,10 @@ def test_started_processes_take_what_was_planned():
 def test_processes_on_the_cpu():
     result = make_plan(case.recipe(devices="cpu"), case.machine(), config=case.config(), ranks=Ranks(2, 2))
     assert (result.plan.parallel, result.plan.world_size, result.plan.device) == ("ddp", 2, "cpu")
+    streamed = make_plan(case.recipe(devices="cpu", nproc=2, parallel="streamed"), case.machine(), config=case.config())
+    assert case.reason(streamed, "parallel").value == "streamed on 2 processes"
+    assert case.reason(streamed, "share").why == "what each of 2 processes has of a step at most"
+    assert case.reason(streamed, "streaming").why == "you asked for it; the same mathematics"
     assert not any("GB/s" in note for note in result.notes)
 
 

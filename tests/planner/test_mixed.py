@@ -101,6 +101,29 @@ def test_stages_by_speed_and_memory():
     assert cramped.fits and all(s.needed_bytes <= s.budget_bytes for s in cramped.plan.shares)
 
 
+def test_sentences_are_true_of_every_card():
+    """Not only of the one with the least memory, as which the plan is planned."""
+    result = planned(((SLOW, 2), (FAST, 3)), batch=8, seq_len=4096)
+    least, other = result.plan.shares
+    assert least.micro_batch == least.records == 1 and other.micro_batch < other.records
+    reason = case.reason(result, "micro-batch")
+    assert reason.value == f"1 + {other.micro_batch} (by GPU)" and "accumulated" in reason.why
+
+
+def test_a_card_whose_speed_nobody_knows():
+    result = planned((("A card of 2031", 24), (SLOW, 24)))
+    assert sum(records(result.plan)) == 16 and result.plan.shares[0].step_s is None
+    why = case.reason(result, "share").why
+    assert why == "by a speed that is assumed: nothing is known of A card of 2031"
+
+
+def test_what_else_fits_has_shares_and_a_time_too():
+    result = planned(((FAST, 24), (SLOW, 3)), detailed=True, parallel="streamed", seq_len=4096)
+    others = [other for other in result.alternatives if other["plan"]["shares"]]
+    assert others and all(other["predicted"]["step_s"] > 0 for other in others)
+    assert all(sum(share["records"] for share in other["plan"]["shares"]) == 16 for other in others)
+
+
 def test_cards_that_are_alike_have_no_shares_of_their_own():
     plan = planned(((FAST, 24), (FAST, 20))).plan
     assert plan.shares == () and plan.budget_bytes == 20 * GIB
@@ -179,6 +202,8 @@ def test_a_notch_of_the_rank_that_failed():
     assert change == "GPU 0 (A): recomputed layers 1 -> 2" and plan.shares[1] == shared().shares[1]
     plan, change = next_notch(shared(loss_chunk=512), rank=1) or pytest.fail("a notch")
     assert plan.loss_chunk == 64 and plan.shares == shared().shares, "what all change together"
+    least = shared(micro_batch=2).changed({"micro_batch": 1}, 1)
+    assert least.micro_batch == 1, "the plan's own is that of the rank with the least memory"
     plan, change = next_notch(shared(), frozenset({"micro_batch"})) or pytest.fail("a notch")
     assert change == "GPU 0 (A): recomputed layers 1 -> 2", "nobody knows whose: who can change alone does"
     plan, change = next_notch(shared(loss_chunk=512), rank=None) or pytest.fail("a notch")

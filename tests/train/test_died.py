@@ -10,7 +10,7 @@ import pytest
 
 from fitune import plan as plans
 from fitune.errors import EXIT_FAILED, UserError
-from fitune.train.died import FRUGAL, UNCHANGED, Restarts, diagnose
+from fitune.train.died import FRUGAL, UNCHANGED, Restarts, diagnose, tell_end
 from fitune.train.events import EventLog, read_events
 from tests import tiny
 
@@ -82,6 +82,14 @@ def test_a_plan_that_a_rank_has_left_silently_is_told(folder: Path):
     assert kinds(folder) == ["start", *["replan", "restart"] * 2]
     assert [e["number"] for e in read_events(folder / "events.jsonl") if e["event"] == "replan"] == [2, 3]
     assert "nothing" not in str(read_events(folder / "events.jsonl"))
+
+
+def test_the_report_of_an_end_that_others_tell_speaks_the_run_s_language(folder: Path):
+    (folder / "recipe.yaml").write_text("model: smollm2\ndata: demo\nlang: zh\n")
+    tell_end(folder, 1, "step 3\nerror: no such file\n  why: it was moved\n", 3)
+    end = read_events(folder / "events.jsonl")[-1]
+    assert (end["event"], end["status"], end["step"], end["error"]) == ("end", "failed", 3, "no such file")
+    assert '<html lang="zh' in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_lost_connection_changes_nothing(folder: Path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from fitune.engine.engine import Engine, LossScaler
 from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, UserError
 from fitune.files import clean_leftovers
 from fitune.model.build import add_adapter, build, fill
+from fitune.parallel.world import Single
 from fitune.train import checkpoint, run
 from fitune.train.chat import Chat
+from fitune.train.pulse import BEAT
 from fitune.train.sampling import generating
 from fitune.train.schedule import learning_rate, warmup_steps
 from tests import tiny
@@ -494,6 +498,34 @@ def test_a_missing_logger_leaves_nothing(train, monkeypatch, tmp_path: Path):
         train(log_to=["wandb"])
     assert caught.value.what == "cannot log to wandb"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_has_begun_when_its_loggers_are_there(base: Path, data: Path, monkeypatch, tmp_path: Path):
+    """Of one that has, the supervisor tells the end: into the folder of one that was refused it writes nothing."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    told: list[str] = []
+    recipe = recipes.build(dict(model=str(base), data=str(data), steps=1, log_to=["wandb"], out=str(tmp_path / "run")))
+    with pytest.raises(UserError, match="cannot log to wandb"):
+        run(recipe, on_event=lambda event: told.append(event["event"]), supervised=True)
+    assert "folder" in told and BEAT not in told
+
+
+def test_the_stored_recipe_names_the_devices_that_were_asked_for(train, monkeypatch):
+    """Of several ranks each obeys a recipe without them: its own GPU is the only one that it sees."""
+
+    @contextlib.contextmanager
+    def joined(recipe: recipes.Recipe) -> Iterator[tuple[Single, recipes.Recipe]]:
+        yield Single(), recipe.with_(devices=None)
+
+    monkeypatch.setattr("fitune.train.ranks.joined", joined)
+    folder = train(devices="cpu", steps=1)
+    assert "devices: cpu" in (folder / "recipe.yaml").read_text()
+    lines = (folder / "events.jsonl").read_text().splitlines(True)
+    (folder / "events.jsonl").write_text("".join(line for line in lines if '"end"' not in line))
+    run(recipes.build(recipes.load(folder / "recipe.yaml")), resume=folder)
+    assert not list(folder.glob("recipe.*.yaml")), "nothing has changed"
 
 
 def test_checkpoints_of_another_format_are_refused(tmp_path: Path):

@@ -167,7 +167,8 @@ def test_a_peer_that_is_gone_between_two_steps(supervised: bool, base: Path, dat
     monkeypatch.setattr("fitune.parallel.setup.finish_host_together", lambda *arguments: None)
     monkeypatch.setattr("fitune.parallel.setup.make_engine", lambda built, plan, group: Engine(built, plan))
     with pytest.raises(UserError) as caught:
-        _run(recipes.build(values), GoneAfter(), None, lambda event: None, supervised)
+        recipe = recipes.build(values)
+        _run(recipe, recipe, GoneAfter(), None, lambda event: None, supervised)
     assert caught.value.what == "another process of this run has ended, or hangs"
     assert caught.value.why == GoneAfter.words
     assert caught.value.exit_code == (EXIT_RESTART if supervised else EXIT_FAILED)

@@ -12,6 +12,7 @@ from fitune import recipe as recipes
 from fitune.errors import UserError
 from fitune.plan import from_json
 from fitune.train.events import EventLog
+from fitune.train.report import write_report
 from fitune.train.run_folder import RunFolder, list_runs, run_status, short_model_name, working_time
 
 from .fake_run import make_plan, make_run
@@ -232,6 +233,8 @@ def test_the_recipe_that_ran_last_stands_beside_the_first(tmp_path: Path):
     assert run.current_recipe_path == run.recipe_path
     run.store_recipe(first.with_(parallel="fsdp2", nproc=2))
     assert run.current_recipe_path.name == "recipe.1.yaml" and "parallel: fsdp2" in run.recipe_text()
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "/recipe.1.yaml --out" in page and "parallel: fsdp2" in page, "the command runs the recipe that is shown"
     assert recipes.build(recipes.load(run.current_recipe_path)) == first.with_(parallel="fsdp2", nproc=2)
     run.store_recipe(first.with_(parallel="fsdp2", nproc=2))
     run.store_recipe(first)

@@ -60,8 +60,12 @@ if act == "bitsandbytes":
 if act == "hang":
     up.on_event({"event": "beat"})
     time.sleep(600)
-if act == "wait":
+if act.startswith("wait"):
     def stop(received, frame):
+        if act == "wait, fail":
+            up.on_event({"event": "beat"})
+            print("error: no space", file=sys.stderr, flush=True)
+            os._exit(1)
         up.on_event({"event": "end", "status": "terminated"})
         os._exit(143 if received == signal.SIGTERM else 130)
     signal.signal(signal.SIGTERM, stop)
@@ -206,10 +210,12 @@ def test_a_death_before_there_is_a_run():
     assert supervise(["-c", "import sys; sys.exit(2)"]) == 2
 
 
-def start(worker, tmp_path: Path, least_silence_s: float = 600) -> tuple[subprocess.Popen[bytes], int]:
+def start(
+    worker, tmp_path: Path, act: str = "wait", *, least_silence_s: float = 600
+) -> tuple[subprocess.Popen[bytes], int]:  # fmt: skip
     """A supervisor in a process of its own, and the pid of its worker, which waits."""
     environment = os.environ | {"LEAST_SILENCE_S": str(least_silence_s)}
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISED, *worker("wait")], stderr=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISED, *worker(act)], stderr=subprocess.PIPE,
                                env=environment)  # fmt: skip
     waiting = tmp_path / "run" / "waiting"
     end = time.monotonic() + 60
@@ -239,6 +245,16 @@ def test_signals_reach_the_worker_and_no_life_follows(number: int, code: int, wo
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert gone(pid) and lives(tmp_path) == 1
+
+
+def test_a_failure_after_a_signal_is_told(worker, tmp_path: Path):
+    """Of several ranks the first one, which writes, may be ended while they save."""
+    process, _ = start(worker, tmp_path, "wait, fail")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    (end,) = of_kind(tmp_path / "run", "end")
+    assert (end["status"], end["error"]) == ("failed", "no space")
 
 
 def test_the_worker_dies_with_its_supervisor(worker, tmp_path: Path):

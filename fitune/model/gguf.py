@@ -127,13 +127,34 @@ def _commonest(reader: Any) -> str:
     return max(bytes_of, key=lambda name: bytes_of[name]) if bytes_of else "F32"
 
 
+_LONGEST_LIST = 16 * 2**20  # values; vocabularies and their merges are far below a million
+
+
 def _reader(path: Path) -> Any:
     try:
         import gguf
+        import numpy as np
     except ImportError:
         raise UserError(f"cannot read {path}", "the package gguf is not installed", "pip install gguf") from None
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """The library's (seen with 0.19) reads nothing, over and over, past the end of a file: a list whose length is
+        damaged fills all memory. Here that is an error, as is a list longer than any vocabulary."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("it ends in the middle of a value")
+            return super()._get(offset, dtype, count, override_order)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == gguf.GGUFValueType.ARRAY:
+                length = int(self._get(orig_offs + 4, "u8")[0])
+                if length > _LONGEST_LIST:
+                    raise ValueError(f"it has a list of {length:,} values")
+            return super()._get_field_parts(orig_offs, raw_type)
+
     try:
-        return gguf.GGUFReader(str(path))
+        return Reader(str(path))
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise UserError(
             f"{path} is damaged or of an unknown GGUF version",

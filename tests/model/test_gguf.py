@@ -209,6 +209,20 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
             resolve(str(tmp_path / "half.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("length", "why"), [(10**6, "it ends in the middle of a value"), (2**40, "it has a list of 1,0")]
+)
+def test_a_list_whose_length_is_damaged(tmp_path: Path, length: int, why: str) -> None:
+    content = bytearray(write(tmp_path / "tiny.gguf", "llama", QUANTISED[1]).read_bytes())
+    at = (
+        content.index(key := b"tokenizer.ggml.token_type") + len(key) + 8
+    )  # its type and its values' type stand between
+    content[at : at + 8] = length.to_bytes(8, "little")
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    with pytest.raises(UserError, match=f"tiny.gguf is damaged or of an unknown GGUF version\n  why: {why}"):
+        resolve(str(tmp_path / "tiny.gguf"))
+
+
 def test_architecture_transformers_cannot_read(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "rwkv6", QUANTISED[1])
     with pytest.raises(UserError, match=r"cannot read the model in .*\n  why: transformers: .*rwkv6.*not supported"):

@@ -59,7 +59,7 @@ def test_a_streamed_plan_says_where_the_update_would_run_with_all_weights_on_the
     streamed = base.with_(optimizer_place="streamed", stream_from="pinned", resident_layers=7)
     chosen = replace(candidate(10.0), draft=streamed)
     others = [replace(candidate(70.0), draft=base.with_(optimizer_place="host"))]
-    context: Any = SimpleNamespace(is_simple=False)
+    context: Any = SimpleNamespace(is_simple=False, recipe=SimpleNamespace(parallel="auto"))
     why = explain._streaming(context, chosen, [], others).why
     assert why.startswith("with all weights on the card they would be updated on the CPU, and it would be 600 % slower")
     assert "在 CPU 上更新" in translated(why, "zh") and "慢 600 %" in translated(why, "zh")

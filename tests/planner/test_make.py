@@ -387,7 +387,7 @@ def test_json(limit):
     assert {r["decision"] for r in values["reasons"]} >= {"method", "base format", "micro-batch", "recomputation"}
     assert all(set(r) >= {"decision", "why", "exact"} and r["why"] for r in values["reasons"])
     for other in values["alternatives"]:
-        assert set(other) == {"plan", "predicted"}
+        assert set(other) == {"plan", "predicted", "why"}
     assert predicted["step_s"] is None and predicted["peak_reserved_bytes"] is None
     assert plans.from_dict(values["plan"]) == result.plan
 

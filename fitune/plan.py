@@ -113,6 +113,16 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    @property
+    def masters_in_host(self) -> bool:
+        """Whether all weights are trained and their masters are in host memory."""
+        return self.method == "full" and self.optimizer_place != "device"
+
+    @property
+    def update_waits(self) -> bool:
+        """Whether an update needs the norm of all gradients first."""
+        return self.clip > 0 or self.loss_scaling
+
     def streamed_layers(self) -> tuple[int, ...]:
         """Indices of the decoder layers whose frozen weights are streamed, evenly spread from layer 0 on.
 

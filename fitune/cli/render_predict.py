@@ -80,7 +80,7 @@ def verdict(result: Mapping[str, Any], words: Words) -> list[str]:
             lines += [line, words("between", low=low, high=high) + _doubt(result, words)]
         else:
             lines.append(line)
-    lines.append(summary(plan, words.lang))
+    lines.append(render.summary(plan, words.lang))
     told = result.get("stack_settings")
     if told:
         shown = (f"{name.replace('_', ' ')} {_setting(name, told[name])}" for name in STACK_SHOWN if told.get(name))
@@ -88,11 +88,6 @@ def verdict(result: Mapping[str, Any], words: Words) -> list[str]:
     if speed := render_needs.speed_line(result.get("predicted") or {}, words.lang):
         lines.append(speed)
     return lines
-
-
-def summary(plan: Mapping[str, Any], lang: str) -> str:
-    """The job in one line."""
-    return render.summary(plan, lang)
 
 
 def _setting(name: str, value: str) -> str:
@@ -256,7 +251,7 @@ def fitting_lines(result: Mapping[str, Any], words: Words) -> Iterator[str]:
         size = words("colon") + format_bytes(needed) if needed else ""
         title = words("fitting" if not result.get("stack") else "fitting_fitune")
         yield f"{title}{size}"
-        yield words("comma").join((f"  {summary(plan, words.lang)}", *_placed(plan, words)))
+        yield words("comma").join((f"  {render.summary(plan, words.lang)}", *_placed(plan, words)))
         return
     yield words("none_fits")
     for entry in result.get("nearest_fits") or []:

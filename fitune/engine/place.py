@@ -83,9 +83,8 @@ def _require_ram(built: Built, plan: Plan, trainable: dict[str, nn.Parameter]) -
         for name, p in trainable.items()
         if p.element_size() == 4 and built.streamed is not None and built.streamed.takes(name)
     )
-    waits = plan.clip > 0 or plan.loss_scaling
     largest = max((sum(p.numel() for p in layer.parameters()) for layer in built.layers), default=0)
-    needed = host_bytes(plan, count, 0) - in_place + (count if waits else min(count, 2 * largest)) * 4
+    needed = host_bytes(plan, count, 0) - in_place + (count if plan.update_waits else min(count, 2 * largest)) * 4
     available = host_memory(Path("/")).available_bytes
     if needed > available:
         raise UserError(

@@ -184,7 +184,7 @@ class CachingAllocator:
         Raises:
             OutOfMemory: also after all that was cached has gone back to the driver.
         """
-        size = max(GRANULE, rounded(num_bytes))
+        size = rounded(num_bytes)
         is_small = size <= SMALL_REQUEST_BYTES
         pool = self._pools.get((is_small, stream))
         if pool is None:
@@ -205,7 +205,8 @@ class CachingAllocator:
         block.free = False
         self._live[key] = block
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
 
     def free(self, key: object) -> None:
         """The tensor dies.
@@ -237,7 +238,7 @@ class CachingAllocator:
         index = bisect_left(free, (size,))
         if index == len(free):
             return None
-        if self.expandable:
+        if self.expandable and index + 1 < len(free):
             room = _room(free[index][2])
             while index + 1 < len(free):
                 next_room = _room(free[index + 1][2])

@@ -73,11 +73,6 @@ def _numel(tensors: Iterable[Dims]) -> int:
     return sum(math.prod(dims) for dims in tensors)
 
 
-def is_in_host(plan: Plan) -> bool:
-    """Whether all weights are trained and their masters are in host memory."""
-    return plan.method == "full" and plan.optimizer_place != "device"
-
-
 def held_bytes(found: InHost, plan: Plan, num_rows: int, num_targets: int) -> dict[str, int]:
     """Owner to bytes in host memory once a step has been made.
 
@@ -108,7 +103,7 @@ def gradient_bytes(found: InHost, plan: Plan, num_rows: int, num_targets: int) -
     layers = [_parcel(found.layers[kind], width) for kind in found.kinds]
     tail = _parcel(found.after.wide, 4) + _parcel(found.after.others, 4 if chunks * together > 1 else element)
     embed = _parcel(found.before.wide, 4) + _parcel(found.before.others, width)
-    if groups == 1 and waits(plan):
+    if groups == 1 and plan.update_waits:
         return sum(layers) + tail + embed
     underway = sum(size * min(UNDERWAY, layers.count(size)) for size in set(layers))
     if groups == 1:
@@ -119,7 +114,7 @@ def gradient_bytes(found: InHost, plan: Plan, num_rows: int, num_targets: int) -
     stay = bool(beside) or found.tied is None
     wider = 0
     if element < 4:
-        wider = _widened(found, all_at_once=waits(plan) or groups > 2) + _parcel(beside, 4)
+        wider = _widened(found, all_at_once=plan.update_waits or groups > 2) + _parcel(beside, 4)
         wider += _parcel(found.after.others, 4) if chunks == 1 else 0
     return sum(layers) + underway + wider + 2 * tail + (2 if stay else 1) * embed
 
@@ -133,11 +128,6 @@ def _widened(found: InHost, all_at_once: bool) -> int:
     for tensors in found.layers.values():
         sizes |= Counter(_parcel([dims], 4) for dims in tensors)
     return sum(size * count for size, count in sizes.items())
-
-
-def waits(plan: Plan) -> bool:
-    """Whether an update needs the norm of all gradients."""
-    return plan.clip > 0 or plan.loss_scaling
 
 
 def _parcel(tensors: Iterable[Dims], width: int) -> int:

@@ -17,7 +17,7 @@ from fitune.memory.dry import DryRun, Rows
 from fitune.memory.events import GRANULE, Event
 from fitune.memory.follow import Follower
 from fitune.memory.held import holdings, in_host_of, largest_weight, layer_of
-from fitune.memory.in_host import InHost, is_in_host
+from fitune.memory.in_host import InHost
 from fitune.memory.pieces import Op, Segment, Template
 from fitune.memory.replay import StepTerms
 from fitune.memory.script import Script, placement_of
@@ -113,7 +113,7 @@ class Tracer:
         self.config = shortened(config, self.kinds, of_each=2 if plan.offload_inputs else 1)
         self.granule = GRANULE if plan.device == "cuda" else 1
         self.placement = placement_of(plan)
-        self.in_host = is_in_host(plan)
+        self.in_host = plan.masters_in_host
         self.dry = DryRun(self.config, _untouched(plan))
         if plan.head_place == "host" and self.placement.streamed:
             held = holdings(self.dry.built, self.dry.engine.masters, plan.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from fitune.errors import UserError
@@ -61,9 +62,7 @@ def _tight(context: PlanContext, formats: list[Plan]) -> list[ladder.Candidate]:
             for placed in drafts:
                 candidates = search(context, placed).fitting(context.limit_bytes)
                 found += [s for c in candidates if (s := settled(context, c)) is not None]
-        streams = [c for c in found if c.draft.stream_from != "none"]
-        if streams:
-            found += _most_resident(context, ladder.ordered(streams)[0])
+        found += _most_resident(context, [c for c in found if c.draft.stream_from != "none"])
         if found:
             return found
     return []
@@ -105,10 +104,7 @@ def _placed(context: PlanContext, draft: Plan, resident: list[ladder.Candidate])
     for placed in sharing.drafts(draft, placement.drafts(draft), context.recipe):
         candidates = search(context, placed).fitting(context.limit_bytes)
         found += [s for c in candidates if (s := settled(context, c)) is not None]
-    streamed = [c for c in found if c.draft.stream_from not in ("none", "shards")]
-    if streamed:
-        found += _most_resident(context, ladder.ordered(streamed)[0])
-    return found
+    return found + _most_resident(context, [c for c in found if c.draft.stream_from not in ("none", "shards")])
 
 
 def settled(context: PlanContext, candidate: ladder.Candidate) -> ladder.Candidate | None:
@@ -127,23 +123,9 @@ def settled(context: PlanContext, candidate: ladder.Candidate) -> ladder.Candida
     return replace(candidate, draft=draft, cost=context.step_time(placed).step_s)
 
 
-def _most_resident(context: PlanContext, candidate: ladder.Candidate) -> list[ladder.Candidate]:
-    """The same with as many layers' weights on the card as fit: of streamed plans that differ in nothing else the one
-    that copies least."""
-    low, high = candidate.draft.resident_layers or 0, candidate.draft.num_layers
-    best = None
-    while high - low > 1:
-        middle = (low + high) // 2
-        draft = candidate.draft.with_(resident_layers=middle)
-        made = search(context, draft)._candidate(
-            candidate.micro_batch, candidate.recompute_layers, candidate.loss_chunk
-        )
-        if made.peak_bytes <= context.limit_bytes:
-            low, best = middle, made
-        else:
-            high = middle
-    found = None if best is None else settled(context, best)
-    return [] if found is None else [found]
+def _most_resident(context: PlanContext, streams: list[ladder.Candidate]) -> list[ladder.Candidate]:
+    return ladder.most_resident(streams, functools.partial(search, context), context.limit_bytes,
+                                functools.partial(settled, context))  # fmt: skip
 
 
 def base_formats(context: PlanContext) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fitune.memory import known, shipped
 from fitune.memory.constants import HEADROOM
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fitune.hardware import Machine
     from fitune.speed import StepTime, Workload
 
+Made = TypeVar("Made")
 Load = Callable[[Plan], "tuple[Plan, Workload]"]
 """A plan as its mean step is, and what its rows hold."""
 REPLAY_MARGIN = 0.01
@@ -156,15 +157,25 @@ class PlanContext:
         Args:
             load: a rank's plan as its mean step is, and what its rows hold; None: the widest rows.
         """
-        made: dict[Share, StepTime] = {}
         shared = sum(share.records for share in plan.shares) if self.layout.shares_records else None
-        for rank, share in enumerate(plan.shares):
-            if share not in made or plan.parallel == "pp":  # whose stages differ
-                own, rows = load(plan.of_rank(rank)) if load is not None else (plan.of_rank(rank), None)
-                time = self.of_rank(rank, share.records).step_time(own, rows)
-                times = 1.0 if shared is None else shared / share.records / plan.world_size
-                made[share] = replace(time, tokens=time.tokens * times)
-        return [made[share] for share in plan.shares]
+
+        def timed(context: PlanContext, own: Plan, share: Share) -> StepTime:
+            time = context.step_time(*load(own)) if load is not None else context.step_time(own)
+            times = 1.0 if shared is None else shared / share.records / plan.world_size
+            return replace(time, tokens=time.tokens * times)
+
+        return self.of_ranks(plan, timed)
+
+    def of_ranks(self, plan: Plan, make: Callable[[PlanContext, Plan, Share], Made]) -> list[Made]:
+        """What `make` gives of each rank of a plan with shares: of its context, its plan and its share. Of ranks that
+        are alike it is asked once."""
+        made: dict[tuple[Share, int | None], Made] = {}
+        keys = [(share, rank if plan.parallel == "pp" else None)  # stages differ
+                for rank, share in enumerate(plan.shares)]  # fmt: skip
+        for rank, key in enumerate(keys):
+            if key not in made:
+                made[key] = make(self.of_rank(rank, key[0].records), plan.of_rank(rank), key[0])
+        return [made[key] for key in keys]
 
     def tracer(self, plan: Plan) -> Any:
         """What gives the memory terms of a plan's variant (see `memory.known.tracer_for`), made once."""

@@ -11,7 +11,6 @@ from typing import Any
 from fitune.errors import UserError
 from fitune.memory import additive, known, shipped, trace_cache
 from fitune.memory.phases import needed_bytes
-from fitune.memory.policies import highest_peaks
 from fitune.memory.shipped import CatalogConfig
 from fitune.memory.variant import variant_of
 from fitune.plan import Adapter, Plan
@@ -132,18 +131,11 @@ class _Job:
             return None
         try:
             if self.used_only:
-                return self._sum(other) - self._sum(self.plan)
+                return placement.highest_peak(self.context, other) - placement.highest_peak(self.context, self.plan)
             needs = needed_bytes(phases.phases_of(self.context, other, briefly=True).most)
         except UserError:
             return None
         return needs - needed_bytes(self.prediction.most)
-
-    def _sum(self, plan: Plan) -> int:
-        """The highest peak of a plan's tensors."""
-        rows, width = self.context.num_rows(plan), self.context.row_width(plan)
-        terms = placement.terms_of(self.context, plan, rows)(plan.micro_batch, width, plan.loss_chunk)
-        accumulates = plan.micro_batch < rows and plan.accumulation_order != "layer-major"
-        return highest_peaks(terms, accumulates)[plan.recompute_layers]
 
     def either(self, used: bool, without: dict[str, Any], with_it: dict[str, Any] | None, formula: float) -> Answer:
         """Predicted in the direction that applies, else by the formula; `with_it` None: it does not apply."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fitune.memory.in_host import is_in_host, waits
 from fitune.plan import Plan, Reason
 from fitune.planner import ladder, placement
 from fitune.recipe import QUANTISED_FORMATS
@@ -142,7 +141,7 @@ def _streaming(
     count = len(plan.streamed_layers())
     value = f"{count} of {plan.num_layers} layers from {_FROM[plan.stream_from]}"
     resident = _best(others, base_format=plan.base_format, streams=False)
-    on_card = is_in_host(plan) and plan.optimizer_place == "streamed"
+    on_card = plan.masters_in_host and plan.optimizer_place == "streamed"
     tight = [least for draft, least in rejected if draft.base_format == plan.base_format]
     if context.recipe.parallel == "streamed":
         why = "you asked for it"
@@ -174,7 +173,7 @@ def _order(plan: Plan) -> Reason | None:
     if plan.accumulation_order != "layer-major":
         return None
     passes = -(-plan.batch // plan.micro_batch)
-    what = "gradients leave" if is_in_host(plan) and not plan.streamed_layers() else "weights are copied"
+    what = "gradients leave" if plan.masters_in_host and not plan.streamed_layers() else "weights are copied"
     why = f"all {passes} micro-batches pass a layer before the next: its {what} once, not {passes} times"
     return Reason("accumulation", "layer by layer", why)
 
@@ -250,7 +249,7 @@ def _recompute(context: PlanContext, plan: Plan, fits: bool) -> Reason:
         why = "the smallest need there is"
     elif not any(own.recompute_layers for own in _of_ranks(plan)):
         why = "all activations fit: nothing is computed twice"
-    elif is_in_host(plan):
+    elif plan.masters_in_host:
         why = "where masters are in RAM all layers are; each costs a second forward pass"
     else:
         why = "the fewest that fit; each costs a second forward pass of its layer"
@@ -274,7 +273,7 @@ def _optimizer(context: PlanContext, plan: Plan, fits: bool) -> Reason:
     why = "you asked for it" if context.recipe.optimizer != "auto" else why
     if plan.optimizer_place == "device":
         return Reason("optimizer", plan.optimizer, why, exact)
-    if is_in_host(plan):
+    if plan.masters_in_host:
         return Reason("optimizer", *_optimizer_in_host(context, plan), exact)
     value = f"{plan.optimizer}, masters and state in RAM"
     return Reason("optimizer", value, "nothing simpler fits: gradients leave layer by layer; the same updates", exact)
@@ -284,7 +283,7 @@ def _optimizer_in_host(context: PlanContext, plan: Plan) -> tuple[str, str]:
     """(value, why) of full fine-tuning whose masters are in RAM."""
     on_card = plan.optimizer_place == "streamed"
     value = f"{plan.optimizer}, masters and state in RAM, updated {'on the card' if on_card else 'on the CPU'}"
-    when = "ahead of the next forward pass, layer by layer" if waits(plan) else "beside the backward pass"
+    when = "ahead of the next forward pass, layer by layer" if plan.update_waits else "beside the backward pass"
     wide = min((size for size, other in context.ram_wanted if other.optimizer == "adamw"), default=0)
     if context.recipe.optimizer == "auto" and plan.optimizer != "adamw" and wide:
         needed, there = format_bytes(wide), format_bytes(context.target.ram_bytes)

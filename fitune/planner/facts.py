@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.catalog import models as catalog
 from fitune.memory import host
-from fitune.memory.in_host import is_in_host
 from fitune.memory.replay import StepTerms
 from fitune.plan import Plan
 from fitune.planner import placement
@@ -26,7 +25,7 @@ def of(context: PlanContext, plan: Plan, terms: StepTerms, row_width: int) -> ho
     if plan.optimizer_place != "device" and plan.adapter is not None:
         rows = context.num_rows(plan)
         terms = placement.terms_with_masters(context, plan, rows)(plan.micro_batch, row_width, plan.loss_chunk)
-    in_host = context.tracer(placement.resident(plan)).in_host_sizes() if is_in_host(plan) else None
+    in_host = context.tracer(placement.resident(plan)).in_host_sizes() if plan.masters_in_host else None
     shape = catalog.find(name.removeprefix(RANDOM))
     num_parameters = shape.params_total if shape is not None else _count(config)
     num_trained = num_parameters if plan.method == "full" else terms.trained_bytes // 4

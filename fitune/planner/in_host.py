@@ -7,11 +7,11 @@ recomputed. Micro-batches pass the layers together, so that gradients leave once
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fitune.memory import host
-from fitune.memory.in_host import is_in_host
 from fitune.memory.phases import Prediction
 from fitune.plan import Plan
 from fitune.planner import facts as model_facts
@@ -35,8 +35,8 @@ def candidates(context: PlanContext, draft: Plan, search: SearchOf) -> list[Cand
         found = [settled for placed in group for c in _fitting(context, placed, search)
                  if (settled := _settled(context, c)) is not None]  # fmt: skip
         streams = [c for c in found if c.draft.stream_from != "none"]
-        if streams:
-            found += _most_resident(context, ladder.ordered(streams)[0], search)
+        found += ladder.most_resident(streams, functools.partial(search, context), context.limit_bytes,
+                                      functools.partial(_settled, context))  # fmt: skip
         if found:
             return found
     return []
@@ -58,7 +58,7 @@ def _fitting(context: PlanContext, draft: Plan, search: SearchOf) -> list[Candid
     recompute = draft.num_layers if made.recompute is None else made.recompute
     draft = draft.with_(recompute_layers=recompute)
     found: list[Candidate] = []
-    for rows in made._sizes():
+    for rows in made.sizes():
         passes = -(-made.num_rows // rows)
         order = "layer-major" if 1 < passes <= MOST_TOGETHER else "micro-batch-major"
         ordered = draft.with_(accumulation_order=order)
@@ -105,7 +105,7 @@ def _pinned_bytes(context: PlanContext, plan: Plan) -> int:
 
 def as_pinned(context: PlanContext, prediction: Prediction) -> Prediction:
     """With no more pinned than the driver may; what is left out is in RAM that is not pinned."""
-    if not is_in_host(prediction.plan):
+    if not prediction.plan.masters_in_host:
         return prediction
     phases = []
     for phase in prediction.phases:
@@ -119,7 +119,7 @@ def as_pinned(context: PlanContext, prediction: Prediction) -> Prediction:
 
 def notes(context: PlanContext, plan: Plan) -> list[str]:
     """Where the driver may pin less than a plan wants."""
-    wanted, there = _pinned_bytes(context, plan) if is_in_host(plan) else 0, context.target.pinned_bytes
+    wanted, there = _pinned_bytes(context, plan) if plan.masters_in_host else 0, context.target.pinned_bytes
     if plan.device != "cuda" or wanted <= there:
         return []
     return [
@@ -129,24 +129,4 @@ def notes(context: PlanContext, plan: Plan) -> list[str]:
 
 
 def _facts(context: PlanContext, plan: Plan) -> host.Facts:
-    width, rows = context.row_width(plan), context.num_rows(plan)
-    terms = placement.terms_of(context, plan, rows)(plan.micro_batch, width, plan.loss_chunk)
-    return model_facts.of(context, plan, terms, width)
-
-
-def _most_resident(context: PlanContext, candidate: Candidate, search: SearchOf) -> list[Candidate]:
-    """The same with as many layers' weights on the card as fit."""
-    low, high = candidate.draft.resident_layers or 0, candidate.draft.num_layers
-    best = None
-    while high - low > 1:
-        middle = (low + high) // 2
-        draft = candidate.draft.with_(resident_layers=middle)
-        made = search(context, draft)._candidate(
-            candidate.micro_batch, candidate.recompute_layers, candidate.loss_chunk
-        )
-        if made.peak_bytes <= context.limit_bytes:
-            low, best = middle, made
-        else:
-            high = middle
-    settled = None if best is None else _settled(context, best)
-    return [] if settled is None else [settled]
+    return model_facts.of(context, plan, placement.step_terms(context, plan), context.row_width(plan))

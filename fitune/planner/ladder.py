@@ -7,7 +7,7 @@ the micro-batch, how many layers recompute, and the loss chunk. Which drafts the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fitune.memory.policies import highest_peaks
@@ -149,7 +149,7 @@ class Search:
     def fitting(self, limit_bytes: int) -> list[Candidate]:
         """Every micro-batch that fits, each with the chunk at which it recomputes the fewest layers."""
         found = []
-        sizes = self._sizes()
+        sizes = self.sizes()
         too_many = None
         for rows in sizes:
             # Memory grows with the rows: where fewer do not fit, more do not, unless accumulation ends with them.
@@ -167,9 +167,9 @@ class Search:
         earlier micro-batches weigh more than activations, the whole step at once."""
 
         def least(rows: int, alone: bool) -> Candidate:
-            return min((self._least(rows, c, alone=alone) for c in self._chunks()), key=lambda c: c.peak_bytes)
+            return min((self._least(rows, c, alone=alone) for c in self.chunks()), key=lambda c: c.peak_bytes)
 
-        sizes = self._sizes()
+        sizes = self.sizes()
         best = least(sizes[0], alone=False)
         for rows in sizes:  # a step of a few rows alone needs no more than one of all rows: most often a proof
             whole = least(rows, alone=True)
@@ -177,18 +177,18 @@ class Search:
                 return best
         return whole if whole.micro_batch >= self.num_rows else best
 
-    def _sizes(self) -> list[int]:
+    def sizes(self) -> list[int]:
         """Micro-batches to try, the smallest first."""
         return [self.micro_batch] if self.micro_batch is not None else micro_batches(self.num_rows)[::-1]
 
     def _alone_fits(self, rows: int, limit_bytes: int) -> bool:
         """Whether a step of these rows only, with no gradients of others there, would fit."""
-        return any(self._least(rows, c, alone=True).peak_bytes <= limit_bytes for c in self._chunks())
+        return any(self._least(rows, c, alone=True).peak_bytes <= limit_bytes for c in self.chunks())
 
     def _cheapest(self, rows: int, limit_bytes: int) -> Candidate | None:
         """The chunk with the lowest cost; of equals the larger one."""
         options = []
-        for tokens in self._chunks():
+        for tokens in self.chunks():
             option = self._fit(rows, tokens, limit_bytes)
             if option is not None:
                 options.append(option)
@@ -202,22 +202,22 @@ class Search:
         if self.seconds_of(fits.plan.with_(loss_chunk=SMALLEST_CHUNK)) < fits.cost:
             return True
         least = limit_bytes + self.chunk_token_bytes * max(0, fits.loss_chunk - SMALLEST_CHUNK)
-        needs = self._needs(fits.micro_batch, fits.loss_chunk)
+        needs = self.needs(fits.micro_batch, fits.loss_chunk)
         return any(need <= least for layers, need in needs.items() if layers < fits.recompute_layers)
 
     def _fit(self, rows: int, tokens: int, limit_bytes: int) -> Candidate | None:
         """The fewest recomputed layers with which every phase stays within the limit."""
-        needs = self._needs(rows, tokens)
+        needs = self.needs(rows, tokens)
         fewest = next((layers for layers, need in needs.items() if need <= limit_bytes), None)
-        return None if fewest is None else self._candidate(rows, fewest, tokens)
+        return None if fewest is None else self.candidate(rows, fewest, tokens)
 
     def _least(self, rows: int, tokens: int, *, alone: bool = False) -> Candidate:
         """With the lowest peak. Most often everything is recomputed then, but not always: to recompute the layer at
         whose backward pass the peak is saves nothing, and its input is held beside it."""
-        needs = self._needs(rows, tokens, alone=alone)
-        return self._candidate(rows, min(reversed(needs), key=needs.__getitem__), tokens, alone=alone)
+        needs = self.needs(rows, tokens, alone=alone)
+        return self.candidate(rows, min(reversed(needs), key=needs.__getitem__), tokens, alone=alone)
 
-    def _needs(self, rows: int, tokens: int, *, alone: bool = False) -> dict[int, int]:
+    def needs(self, rows: int, tokens: int, *, alone: bool = False) -> dict[int, int]:
         """Numbers of recomputed layers to try, the cheapest first, to the highest of all phases' peaks."""
         needs = highest_peaks(self.terms_of(rows, self.width, tokens), self._accumulates(rows, alone))
         return dict(enumerate(needs)) if self.recompute is None else {self.recompute: needs[self.recompute]}
@@ -225,12 +225,40 @@ class Search:
     def _accumulates(self, rows: int, alone: bool) -> bool:
         return rows < self.num_rows and not alone and self.draft.accumulation_order != "layer-major"
 
-    def _candidate(self, rows: int, layers: int, tokens: int, *, alone: bool = False) -> Candidate:
+    def candidate(self, rows: int, layers: int, tokens: int, *, alone: bool = False) -> Candidate:
         """`alone`: as if these rows were the whole step, so that nothing accumulates."""
         terms = self.terms_of(rows, self.width, tokens)
         reached = peaks(terms, layers, accumulates=self._accumulates(rows, alone))
         made = Candidate(self.draft, rows, layers, tokens, reached, 0.0)
         return replace(made, cost=self.seconds_of(made.plan))
 
-    def _chunks(self) -> list[int]:
+    def chunks(self) -> list[int]:
         return [self.chunk] if self.fixed_chunk or self.chunk <= SMALLEST_CHUNK else [self.chunk, SMALLEST_CHUNK]
+
+
+def most_resident(
+    streams: Sequence[Candidate], search: Callable[[Plan], Search], limit_bytes: int,
+    settle: Callable[[Candidate], Candidate | None],
+) -> list[Candidate]:  # fmt: skip
+    """The best of streamed candidates with as many layers' weights on the card as fit: of plans that differ in nothing
+    else the one that copies least. Empty where that is none.
+
+    Args:
+        search: of a draft.
+        settle: the candidate where the host has room for it.
+    """
+    if not streams:
+        return []
+    first = ordered(streams)[0]
+    low, high = first.draft.resident_layers or 0, first.draft.num_layers
+    best = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        draft = first.draft.with_(resident_layers=middle)
+        made = search(draft).candidate(first.micro_batch, first.recompute_layers, first.loss_chunk)
+        if made.peak_bytes <= limit_bytes:
+            low, best = middle, made
+        else:
+            high = middle
+    settled = None if best is None else settle(best)
+    return [] if settled is None else [settled]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fitune.memory.constants import HEADROOM
@@ -19,6 +21,20 @@ if TYPE_CHECKING:
     from fitune.hardware import Machine
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, which would walk a plan's million events again and again: none of them is in
+    a circle, and it takes a fifth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_uncollected()
 def make_plan(
     recipe: Recipe,
     machine: Machine | None = None,

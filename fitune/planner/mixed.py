@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fitune.memory.layouts import DATA_PARALLEL, REPLICATED
-from fitune.memory.replay import peaks
 from fitune.plan import Plan, Reason, Share
 from fitune.planner import choose, placement, ways
 from fitune.planner.context import PlanContext
@@ -183,13 +182,13 @@ def _of_cut(context: PlanContext, draft: Plan) -> list[Candidate]:
     owns = [context.of_rank(rank, draft.batch) for rank in range(draft.world_size)]
     searches = [choose.search(own, draft) for own in owns]
     least, made = least_of(context), []
-    for rows in searches[0]._sizes():
-        for chunk in searches[0]._chunks():
-            needs = [search._needs(rows, chunk) for search in searches]
+    for rows in searches[0].sizes():
+        for chunk in searches[0].chunks():
+            needs = [search.needs(rows, chunk) for search in searches]
             each = list(zip(needs, owns, strict=True))
             fewest = next((n for n in needs[0] if all(need[n] <= own.limit_bytes for need, own in each)), None)
             if fewest is not None:
-                candidate = searches[least]._candidate(rows, fewest, chunk)
+                candidate = searches[least].candidate(rows, fewest, chunk)
                 made.append(replace(candidate, cost=context.step_time(candidate.plan).step_s))
                 break
         else:
@@ -230,13 +229,9 @@ def predicted(context: PlanContext, plan: Plan, needed: Sequence[int] | None = N
 
 
 def _needed(context: PlanContext, plan: Plan, rank: int) -> int:
-    own, mine = context.of_rank(rank, plan.shares[rank].records), plan.of_rank(rank)
-    rows = own.num_rows(mine)
-    terms = placement.terms_of(own, mine, rows)(mine.micro_batch, own.row_width(mine), mine.loss_chunk)
-    accumulates = mine.micro_batch < rows and mine.accumulation_order != "layer-major"
-    reached = Candidate(mine, mine.micro_batch, mine.recompute_layers, mine.loss_chunk,
-                        peaks(terms, mine.recompute_layers, accumulates=accumulates), 0.0)  # fmt: skip
-    return reached.peak_bytes + own.target.overheads.context_bytes + own.target.overheads.workspace_bytes
+    own = context.of_rank(rank, plan.shares[rank].records)
+    overheads = own.target.overheads
+    return placement.highest_peak(own, plan.of_rank(rank)) + overheads.context_bytes + overheads.workspace_bytes
 
 
 def reasons(context: PlanContext, plan: Plan) -> list[Reason]:

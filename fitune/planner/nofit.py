@@ -44,11 +44,12 @@ def nearest_fits(context: PlanContext, draft: Plan, least: ladder.Candidate) -> 
     Args:
         draft, least: the format with the smallest need, and its smallest candidate.
     """
+    cap = _cap(context, draft, least)
     found = [
-        _freed(context, draft), _ram(context), _cap(context, draft, least), _effort(context), _quantised(context),
+        _freed(context, draft), _ram(context), cap, _effort(context), _quantised(context),
         _optimizer(context, draft, least), _shorter(context, draft),
     ]  # fmt: skip
-    if found[2] is None:
+    if cap is None:
         found.append(_card(context, draft, least))
     found.append(_smaller_model(context, draft, least))
     return [entry for entry in found if entry is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fitune.memory.in_host import is_in_host
 from fitune.memory.layouts import REPLICATED
 from fitune.plan import OWN, Plan
 from fitune.planner.ladder import SMALLEST_CHUNK
@@ -69,7 +68,7 @@ def _device_changes(plan: Plan, phase: str) -> Iterator[Change]:
     if phase != "load" and plan.micro_batch > 1:
         half = -(-plan.micro_batch // 2)
         # where gradients leave for RAM, several micro-batches that send theirs apart would take more of it
-        order = {"accumulation_order": "layer-major"} if is_in_host(plan) else {}
+        order = {"accumulation_order": "layer-major"} if plan.masters_in_host else {}
         yield {"micro_batch": half, **order}, f"micro-batch {plan.micro_batch} -> {half}"
     if phase == "step" and plan.recompute_layers < plan.num_layers:
         half = -(-plan.num_layers // 2)
@@ -102,5 +101,5 @@ def _host_changes(plan: Plan, where: str) -> Iterator[Change]:
         yield {"stream_from": "pageable"}, "frozen weights in pageable instead of pinned RAM"
     if plan.offload_inputs:
         yield {"offload_inputs": False}, "inputs of recomputed layers stay on the GPU"
-    if where == "host" and plan.stream_from == "pageable" and not is_in_host(plan):  # what is trained stays in RAM
+    if where == "host" and plan.stream_from == "pageable" and not plan.masters_in_host:  # what is trained stays in RAM
         yield {"stream_from": "disk"}, "frozen weights are read from disk"

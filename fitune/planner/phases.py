@@ -10,7 +10,7 @@ from fitune.memory.layouts import REPLICATED
 from fitune.memory.phases import Prediction
 from fitune.memory.phases import predict as predict_phases
 from fitune.memory.replay import StepTerms
-from fitune.plan import Plan, Share
+from fitune.plan import Plan
 from fitune.planner import facts as model_facts
 from fitune.planner import in_host, placement, ways
 from fitune.planner.context import PlanContext
@@ -36,13 +36,7 @@ def phases_of(context: PlanContext, plan: Plan, *, briefly: bool = False) -> Pre
 
 def rank_phases(context: PlanContext, plan: Plan, *, briefly: bool = False) -> list[Prediction]:
     """Every phase of each rank of a plan with shares."""
-    made: dict[Share, Prediction] = {}
-    found = []
-    for rank, share in enumerate(plan.shares):
-        if share not in made or plan.parallel == "pp":  # whose stages differ
-            made[share] = _of_one(context.of_rank(rank, share.records), plan.of_rank(rank), briefly)
-        found.append(made[share])
-    return found
+    return context.of_ranks(plan, lambda own, mine, share: _of_one(own, mine, briefly))
 
 
 def together(context: PlanContext, ranks: Sequence[Prediction], plan: Plan) -> Prediction:
@@ -54,20 +48,18 @@ def together(context: PlanContext, ranks: Sequence[Prediction], plan: Plan) -> P
 
 def _of_one(context: PlanContext, plan: Plan, briefly: bool) -> Prediction:
     width = context.row_width(plan)
-    terms = placement.terms_of(context, plan, context.num_rows(plan))(plan.micro_batch, width, plan.loss_chunk)
-    facts = model_facts.of(context, plan, _whole_terms(context, plan, terms, width), width)
+    terms = placement.step_terms(context, plan)
+    facts = model_facts.of(context, plan, _whole_terms(context, plan, terms), width)
     script = placement.script_of(context, plan)
     made = predict_phases(terms, plan, context.target.overheads, facts, script, width, briefly)
     return in_host.as_pinned(context, made)
 
 
-def _whole_terms(context: PlanContext, plan: Plan, terms: StepTerms, width: int) -> StepTerms:
+def _whole_terms(context: PlanContext, plan: Plan, terms: StepTerms) -> StepTerms:
     """Terms of the whole model, where a rank's are of a part of it: files and checkpoints are the whole one's."""
     if plan.parallel in ways.REPLAYED:
         return terms
-    whole = placement.resident(plan)
-    rows = context.num_rows(whole)
-    return placement.terms_of(context, whole, rows)(plan.micro_batch, width, plan.loss_chunk)
+    return placement.step_terms(context, placement.resident(plan))
 
 
 def _of_node(prediction: Prediction, ranks: Sequence[Prediction]) -> Prediction:

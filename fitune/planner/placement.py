@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.memory.events import Event, rounded
 from fitune.memory.host import PROCESS_BYTES
-from fitune.memory.in_host import is_in_host, piece_buffers
+from fitune.memory.in_host import piece_buffers
 from fitune.memory.pieces import MASTER, STREAMED
+from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import LayerParts, Part, PassParts, StepTerms
 from fitune.memory.script import placement_of
 from fitune.memory.terms import together
@@ -45,7 +46,7 @@ def resident(plan: Plan) -> Plan:
     """The plan whose step is traced: everything on the card, one micro-batch after the other. With a head in host
     memory inputs stay where they are, and either all layers are streamed or none (its tiles are sized by the ring).
     Masters of full fine-tuning stay in host memory, and inputs where they are."""
-    if is_in_host(plan):
+    if plan.masters_in_host:
         return plan.with_(accumulation_order="micro-batch-major", optimizer_place="host", optimizer=BASE,
                           stream_from="none", resident_layers=None)  # fmt: skip
     plan = plan.with_(accumulation_order="micro-batch-major", optimizer_place="device", parallel="none", world_size=1,
@@ -107,11 +108,22 @@ def tight_drafts(draft: Plan, width: int, has_mlp: bool, chunk: int) -> Iterator
 # ---- what they need on the card --------------------------------------------------------------------------------------
 
 
+def step_terms(context: PlanContext, plan: Plan) -> StepTerms:
+    """Terms of a plan's step at its own micro-batch and chunk, in the widest rows that training meets."""
+    return terms_of(context, plan, context.num_rows(plan))(plan.micro_batch, context.row_width(plan), plan.loss_chunk)
+
+
+def highest_peak(context: PlanContext, plan: Plan) -> int:
+    """The highest of all phases' sums of a plan's tensors, in bytes."""
+    accumulates = plan.micro_batch < context.num_rows(plan) and plan.accumulation_order != "layer-major"
+    return highest_peaks(step_terms(context, plan), accumulates)[plan.recompute_layers]
+
+
 def terms_of(context: PlanContext, draft: Plan, num_rows: int) -> TermsOf:
     """Terms of a draft's step at (rows, columns, loss chunk); of one whose accumulation is layer-major those of all
     `num_rows` rows of an optimizer step together.
     """
-    if is_in_host(draft):
+    if draft.masters_in_host:
         return functools.partial(_in_host_terms, context, draft, num_rows)
     on_card = terms_with_masters(context, draft, num_rows)
     if draft.optimizer_place == "device":
@@ -254,7 +266,7 @@ class _Placed:
     def __init__(self, tracer: Any, plan: Plan, num_rows: int):
         self.tracer, self.plan = tracer, plan
         self._where = placement_of(plan.with_(batch=max(num_rows, plan.micro_batch)))
-        self._in_host = is_in_host(plan)
+        self._in_host = plan.masters_in_host
         self._pieces: list[Event] = []
         if self._in_host:
             made = piece_buffers(tracer.in_host_sizes(), plan, num_rows)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fitune.plan import Plan
 from fitune.speed.layer_work import LayerWork
 from fitune.speed.segments import Segment
 
@@ -28,11 +27,6 @@ _STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256}
 _PIECE_ELEMENTS, _PIECE_KERNELS = 4 * 2**20, 24  # of fitune.engine.streamed_update; kernels with copies and events
 
 
-def is_in_host(plan: Plan) -> bool:
-    """Whether a plan's update is one of these."""
-    return plan.method == "full" and plan.optimizer_place != "device" and plan.device == "cuda"
-
-
 def segments(counter: LayerWork) -> list[Segment]:
     """What a step has of them, in place of an update on the device."""
     plan, params = counter.plan, counter.trained_params()
@@ -41,13 +35,12 @@ def segments(counter: LayerWork) -> list[Segment]:
     width = 4 if counter.layer_major and counter.micro_batches > 1 else counter.element
     # a norm reads what has come (in 16 bits by way of a copy in fp32); each further group is added to a sum in fp32
     cpu = params * (4 if width == 4 or groups > 1 else 10) + params * (groups - 1) * (8 + width)
-    waits = plan.clip > 0 or plan.loss_scaling
     out = params * width * groups
     sent = Segment("backward", "gradients leave", 1, link_out_bytes=out, cpu_s=cpu / RAM_BYTES_PER_S)
     whole = _update(counter, width if groups == 1 else 4)
     return [
         sent,
-        _part(whole, "forward" if waits else "backward", layers),
+        _part(whole, "forward" if plan.update_waits else "backward", layers),
         _part(whole, "optimizer", params - layers),
     ]
 
@@ -73,7 +66,7 @@ def _update(counter: LayerWork, width: int) -> Segment:
             kernels=_PIECE_KERNELS / _PIECE_ELEMENTS,
             link_in_bytes=4 + width + state, link_out_bytes=4 + state + back,
         )  # fmt: skip
-    factors = 8.0 if plan.clip > 0 or plan.loss_scaling else 0.0
+    factors = 8.0 if plan.update_waits else 0.0
     wide = 6.0 if width < 4 else 0.0
     rounding = 4.0 + element if element < 4 else 0.0
     moved = _CPU_BYTES.get(plan.optimizer.removesuffix("8bit"), 28) + factors + wide + rounding

@@ -27,7 +27,7 @@ def step_work(plan: Plan, decoder: Decoder, workload: Workload | None = None) ->
     """The work of a plan's optimizer step. Without `workload` rows are `seq_len` long and every token has a loss."""
     decoder = truncated(decoder, plan.num_layers)
     counter = MicroBatch(plan, decoder, workload or Workload(plan.seq_len))
-    update = host_update.segments(counter) if host_update.is_in_host(plan) else [counter.update()]
+    update = host_update.segments(counter) if plan.masters_in_host and plan.device == "cuda" else [counter.update()]
     segments = [*_layer_segments(counter), counter.tail(), counter.embedding(), *update]
     return StepWork(
         tuple(segments),

@@ -114,10 +114,9 @@ class TestWhatBreaksThePrediction:
 
     def test_a_wrong_constant(self, monkeypatch):
         real = overheads("cuda", (9, 0))
-        wrong = SimpleNamespace(workspace_bytes=real.workspace_bytes // 2)
-        whole = step_error(NF4)
+        wrong = SimpleNamespace(workspace_bytes=real.workspace_bytes // 4)
         monkeypatch.setitem(globals(), "overheads", lambda *device: wrong)
-        assert step_error(NF4) < whole - 0.8 * TOLERANCE
+        assert step_error(NF4) < -TOLERANCE
 
     def test_a_missing_term(self, monkeypatch):
         """A gated MLP that is said to save one of its two inputs."""

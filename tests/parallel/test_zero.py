@@ -221,7 +221,7 @@ def without_deepspeed(rank: int) -> None:
 
 
 def test_a_run_that_needs_it_leaves_nothing_behind(job: Any, tmp_path: Path):
-    with pytest.raises(AssertionError, match="--parallel zero2 cannot do this job"):
+    with pytest.raises(AssertionError, match="--parallel zero2 cannot do this job\n  why: DeepSpeed is not inst"):
         train_run(2, job(tmp_path / "run", parallel="zero2"), prepare=without_deepspeed)
     assert not (tmp_path / "run").exists()
 

@@ -61,7 +61,7 @@ def everything(made):
     num_layers = len(made.terms_of(1, made.width, made.chunk).kinds)
     rows = [made.micro_batch] if made.micro_batch else micro_batches(made.num_rows)
     layers = [made.recompute] if made.recompute is not None else range(num_layers + 1)
-    return [made._candidate(r, n, c) for r in rows for n in layers for c in made._chunks()]
+    return [made.candidate(r, n, c) for r in rows for n in layers for c in made.chunks()]
 
 
 def limits(candidates):
@@ -141,7 +141,7 @@ def token_bytes():
 def test_a_smaller_chunk_takes_off_no_more_than_is_taken_for_granted(terms_of):
     made = search(terms_of)
     for rows in (1, 4):
-        large, small = (made._needs(rows, chunk) for chunk in (256, SMALLEST_CHUNK))
+        large, small = (made.needs(rows, chunk) for chunk in (256, SMALLEST_CHUNK))
         most = max(large[layers] - small[layers] for layers in large)
         assert 0 < most <= token_bytes() * (256 - SMALLEST_CHUNK)
 
@@ -161,7 +161,7 @@ def test_a_smaller_chunk_is_not_traced_where_it_cannot_help(terms_of):
         asked.add(shape)
         return terms_of(*shape)
 
-    needs = search(terms_of, num_rows=1)._needs(1, 256)
+    needs = search(terms_of, num_rows=1).needs(1, 256)
     limit = min(needs.values())
     (found,) = search(counted, num_rows=1, chunk_token_bytes=1).fitting(limit)
     assert needs[found.recompute_layers] == limit and asked == {(1, 256, 256)}
@@ -218,7 +218,7 @@ def test_a_smaller_chunk_that_is_faster_by_itself_is_taken(terms_of):
     def seconds(plan):
         return seconds_of(plan) - (plan.loss_chunk == SMALLEST_CHUNK)
 
-    needs = search(terms_of, num_rows=1)._needs(1, 256)
+    needs = search(terms_of, num_rows=1).needs(1, 256)
     limit = min(needs.values())
     fewest = next(layers for layers, need in needs.items() if need <= limit)
     (found,) = search(terms_of, num_rows=1, seconds_of=seconds, chunk_token_bytes=1).fitting(limit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 
 import pytest
@@ -51,6 +53,18 @@ def test_every_phase_of_a_plan_that_fits_is_within_the_budget(method):
         limit = peak(result) - 1
     assert len(seen) >= (3 if method == "full" else 5), "smaller and smaller plans"
     assert result.nearest_fits
+
+
+@pytest.mark.parametrize("asked", [{}, {"batch": 0}])
+def test_the_garbage_collector_is_as_it_was(asked):
+    for was_on in (True, False):
+        (gc.enable if was_on else gc.disable)()
+        try:
+            with contextlib.suppress(UserError, ValueError):
+                plan(**asked)
+            assert gc.isenabled() == was_on
+        finally:
+            gc.enable()
 
 
 def test_vram_is_a_cap_on_the_whole_device():

@@ -50,7 +50,7 @@ def test_as_many_layers_stay_as_fit():
     one_more = result.plan.with_(resident_layers=kept + 1, predicted={}, reasons=())
     where = machine(card_for(75 * MIB), ram_bytes=ROOM)
     context = PlanContext(recipe(method="lora"), choose_target(recipe(), where), config(), 256)
-    needs = choose.search(context, one_more)._candidate(1, 8, one_more.loss_chunk)
+    needs = choose.search(context, one_more).candidate(1, 8, one_more.loss_chunk)
     assert needs.peak_bytes > context.limit_bytes
 
 

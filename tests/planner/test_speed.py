@@ -19,7 +19,7 @@ LIMITS_S = {
     "8B": 3.0, "70B": 5.0, "30B MoE": 5.0, "70B, does not fit": 5.0, "8B, 200,000 tokens": 5.0,
 }  # fmt: skip
 """Of processor time on a quiet machine."""
-BESIDE_OTHERS = 2.2  # tests run beside each other, and share caches and a core's arithmetic
+BESIDE_OTHERS = 1.4  # tests run beside each other, and share caches and a core's arithmetic
 JOBS = {
     "8B": ("meta-llama/Llama-3.1-8B", "--gpu", "rtx3080"),
     "70B": ("meta-llama/Llama-3.1-70B", "--gpu", "a100-80gb"),

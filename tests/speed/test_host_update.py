@@ -74,4 +74,8 @@ def test_more_tokens_hide_it():
 def test_constants_are_the_engines():
     assert host_update._PIECE_ELEMENTS == streamed_update.PIECE_ELEMENTS
     assert 2 * 4 / optimizers._BNB_BLOCK == 8 / 256
-    assert not host_update.is_in_host(plan()) and not host_update.is_in_host(plan(**FULL, device="cpu"))
+
+
+def test_other_updates_are_none_of_these():
+    for other in (plan(), plan(**FULL, device="cpu")):
+        assert not any(segment.cpu_s for segment in step_work(other, decoder()).segments)

@@ -6,6 +6,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_DOES_NOT_FIT = 3
+EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: a training process that wants a new one in its place
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
@@ -31,6 +32,10 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+class ToldElsewhere(UserError):
+    """A problem of a run on several processes that its first one tells: this one ends with its exit code, silently."""
 
 
 class NotFinite(UserError):

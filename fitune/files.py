@@ -145,6 +145,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
+def claim_scratch(target: Path) -> tuple[Path, int]:
+    """A new hidden sibling of `target` to work in, and the descriptor that locks it (-1: a system without locks). Once
+    that is closed, or this process dead, it is a leftover.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path, descriptor = _claim(target, folder=True)
+    _building.discard(path)
+    return path, descriptor
+
+
 def remove_folder(path: Path) -> None:
     """Removes a folder so that nothing half-removed has its name when the process is killed meanwhile.
 

@@ -47,7 +47,7 @@ class Share:
     Attributes:
         card, budget_bytes: as `Plan.device_name` and `Plan.budget_bytes`.
         records: of a whole step's batch; all of them where every GPU works on all records.
-        needed_bytes, step_s: predicted for this GPU.
+        needed_bytes, step_s: predicted for this GPU; None where a plan that was changed in mid-run has no prediction.
     """
 
     card: str
@@ -100,8 +100,9 @@ class Plan:
     offload_inputs: bool = False  # saved inputs of recomputed layers wait in host memory
     optimizer_place: str = "device"  # device | host | streamed: masters and state; streamed: updated on the GPU
     mlp_tiles: int = 1  # pieces of tokens in which a recomputed layer's gated MLP runs
-    offload_optimizer: str = "none"  # ZeRO: where DeepSpeed keeps optimizer state: none (the device) | cpu
+    offload_optimizer: str = "none"  # ZeRO: where DeepSpeed keeps optimizer state: none (the device) | cpu | nvme
     offload_params: str = "none"  # ZeRO 3: where DeepSpeed keeps the parts of parameters: none | cpu
+    offload_folder: str | None = None  # on the disk that nvme means
     parallel: str = "none"  # several GPUs: none | ddp | streamed | fsdp2 | zero1 | zero2 | zero3 | tp | pp | cp
     world_size: int = 1  # processes, each with a GPU of its own
     shares: tuple[Share, ...] = ()  # GPUs that are not alike: what each has of a step, by rank; empty: all the same
@@ -150,8 +151,8 @@ class Plan:
 
     def changed(self, changes: dict[str, Any], rank: int | None = None) -> Plan:
         """The plan with other settings on all ranks; those of `OWN` on one of them only where `rank` is given. Its own
-        are those of the rank with the least memory."""
-        own = {name: value for name, value in changes.items() if name in OWN}
+        are those of the rank with the least memory. What was predicted for the shares that change is dropped."""
+        own = {name: value for name, value in changes.items() if name in OWN} | dict(needed_bytes=None, step_s=None)
         shares = tuple(dataclasses.replace(share, **own) if rank in (None, i) else share
                        for i, share in enumerate(self.shares))  # fmt: skip
         made = self.with_(**(changes if rank is None else {}), shares=shares)

@@ -25,7 +25,8 @@ OptimizerName = Literal[
 ]
 Schedule = Literal["cosine", "linear", "constant"]
 Parallel = Literal["auto", "none", "ddp", "streamed", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp"]
-Offload = Literal["none", "cpu"]
+OffloadOptimizer = Literal["none", "cpu", "nvme"]
+OffloadParams = Literal["none", "cpu"]
 Effort = Literal["simple", "usual", "any"]
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "simple": ("none", "ddp"),
@@ -35,6 +36,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 """Ways for several GPUs that a plan may choose by itself, by the effort that is accepted."""
 WHERE = ("devices", "nproc", "parallel", "lang")
 """Settings that a resumed run may be given anew."""
+OFFLOADS = {"offload_optimizer": ("zero1", "zero2", "zero3"), "offload_params": ("zero3",)}
+"""Settings of DeepSpeed's offload, and the ways that have them."""
 QUANTISED_FORMATS = ("int8", "nf4", "fp4")
 
 
@@ -118,8 +121,13 @@ class Recipe(BaseModel):
         "Complexity you accept: simple (all on the GPU, or DDP), usual (also streaming, offload, FSDP2), "
         "any (also DeepSpeed, tensor and pipeline parallel).",
     )
-    offload_optimizer: Offload = setting("none", "Hardware", "ZeRO: cpu keeps optimizer state in host memory.")
-    offload_params: Offload = setting("none", "Hardware", "ZeRO 3: cpu keeps the parts of weights in host memory.")
+    offload_optimizer: OffloadOptimizer = setting(
+        "none", "Hardware", "ZeRO: cpu keeps optimizer state in host memory; nvme (zero3) on a local disk."
+    )
+    offload_params: OffloadParams = setting(
+        "none", "Hardware", "ZeRO 3: cpu keeps the parts of weights in host memory."
+    )
+    offload_folder: str | None = setting(None, "Hardware", "Folder on the disk that --offload-optimizer nvme uses.")
     vram: float | None = setting(None, "Hardware", "Cap on GPU memory in GiB.", gt=0)
     ram: float | None = setting(None, "Hardware", "Cap on host memory in GiB.", gt=0)
 
@@ -154,6 +162,16 @@ class Recipe(BaseModel):
         if not pairs or any(not sep or not key.strip() or not val.strip() for key, sep, val in pairs):
             raise ValueError(f"{value!r} is not of the form name=value,name=value")
         return {key.strip(): _number(val.strip()) for key, _, val in pairs}
+
+    @field_validator("offload_params", mode="before")
+    @classmethod
+    def _not_on_disk(cls, value: Any) -> Any:
+        if value == "nvme":
+            raise ValueError(
+                "weights stay off the disk in this version: DeepSpeed (0.19) by itself empties their folder for each "
+                "one that is cut while it is read, and fails where more are under way than it has buffers"
+            )
+        return value
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -195,14 +213,35 @@ class Recipe(BaseModel):
         return self
 
     def _check_offload(self) -> None:
-        zero = {"offload_optimizer": ("zero1", "zero2", "zero3"), "offload_params": ("zero3",)}
-        for name, ways in zero.items():
+        for name, ways in OFFLOADS.items():
             if getattr(self, name) != "none" and self.parallel not in ways:
                 raise ValueError(f"{name} is DeepSpeed's; use parallel {' or '.join(ways)} with it")
+        if self.offload_optimizer != "nvme":
+            if self.offload_folder is not None:
+                raise ValueError("offload_folder is for offload_optimizer nvme; leave it out, or use both")
+            return
+        if self.parallel != "zero3":
+            raise ValueError(f"parallel {self.parallel} has no offload_optimizer nvme; use cpu, or parallel zero3")
+        if self.method != "full":
+            raise ValueError(
+                "offload_optimizer nvme is for method full: adapters have 12 bytes of masters and state for each of "
+                "few weights; use method full, or offload_optimizer cpu"
+            )
+        if self.offload_folder is None:
+            raise ValueError("offload_optimizer nvme needs a folder on that disk; name one with offload_folder")
 
     def with_(self, **changes: Any) -> Recipe:
-        """A changed copy, validated again. What was left at its default is not taken for the person's wish."""
-        return build(self.model_dump(exclude_unset=True) | changes)
+        """A changed copy, validated again. What was left at its default is not taken for the person's wish; offload
+        that another `parallel` does not have is left out."""
+        kept = self.model_dump(exclude_unset=True)
+        if "parallel" in changes:
+            kept = {name: value for name, value in kept.items() if self._has_offload(name, changes["parallel"])}
+        return build(kept | changes)
+
+    def _has_offload(self, name: str, way: str) -> bool:
+        """Whether a way of working together has this setting, where it is one of offload."""
+        on_disk = self.offload_optimizer == "nvme" and name in ("offload_optimizer", "offload_folder")
+        return way in (("zero3",) if on_disk else OFFLOADS.get(name, (way,)))
 
     def num_steps(self, num_records: int) -> int:
         """Optimizer steps of a whole run over so many records. An epoch's last step may have fewer of them; a step that

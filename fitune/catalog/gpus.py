@@ -181,6 +181,7 @@ def _candidates(core: str, memory_gb: int | None) -> tuple[Gpu, ...]:
     return tuple(card for card in longer.values() if round(card.marketing_gb) == memory_gb)
 
 
+@functools.cache
 def find(name: str) -> tuple[Gpu, str | None]:
     """The card that a person means, and a sentence about the choice where the name fits several.
 

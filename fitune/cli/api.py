@@ -60,6 +60,17 @@ def train(
     Raises:
         UserError: bad input; `exit_code` 3 where nothing fits.
     """
+    from fitune.train.ranks import announced
+
+    with announced():
+        wanted, folder = _wanted(model, resume, settings)
+    return _run(wanted, folder, on_event, supervise, supervised)
+
+
+def _wanted(
+    model: str | Path | None, resume: str | Path | None, settings: dict[str, Any]
+) -> tuple[recipes.Recipe, Path | None]:
+    """The recipe to train, and the folder of the run that goes on."""
     if resume is not None:
         named = ["MODEL"] * (model is not None)
         named += [name.replace("_", "-") for name in settings if name not in recipes.WHERE]
@@ -67,15 +78,14 @@ def train(
             raise UserError(f"cannot resume with other settings: {', '.join(named)}",
                             "a resumed run keeps its recipe, so that it ends as it would have without the stop",
                             "leave them out, or start a new run")  # fmt: skip
-        wanted, folder = recipe_of_run(resume, settings)
-        return _run(wanted, folder, on_event, supervise, supervised)
+        return recipe_of_run(resume, settings)
     wanted = make_recipe(model, settings)
     if wanted.data is None:
         raise UserError("no data named", "training needs a data file",
                         "add --data FILE (or a dataset id), or --data demo for the bundled set")  # fmt: skip
     if wanted.lang is None:  # stored with the run, so that it has one language wherever it is resumed
         wanted = wanted.with_(lang=system_language())
-    return _run(wanted, None, on_event, supervise, supervised)
+    return wanted, None
 
 
 def recipe_of_run(run: str | Path, settings: dict[str, Any]) -> tuple[recipes.Recipe, Path]:
@@ -83,8 +93,8 @@ def recipe_of_run(run: str | Path, settings: dict[str, Any]) -> tuple[recipes.Re
     from fitune.train.run_folder import RunFolder
 
     folder = RunFolder.open_existing(run)
-    values = recipes.load(folder.recipe_path) | settings
-    return recipes.build(values, str(folder.recipe_path)), folder.path
+    stored = recipes.build(recipes.load(folder.recipe_path), str(folder.recipe_path))
+    return stored.with_(**settings), folder.path
 
 
 def size_of_run(folder: Path) -> int:

@@ -9,7 +9,7 @@ import click
 
 from fitune.cli import api
 from fitune.cli.output import json_option, print_json
-from fitune.errors import EXIT_DONE, EXIT_FAILED
+from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESTART
 
 if TYPE_CHECKING:
     from fitune.hardware import Machine
@@ -50,11 +50,16 @@ def _planned(recipe: Recipe, machine: Machine, most: int) -> int:
 def run(command: list[str], size: int, link: Link | None) -> int:
     """This very command once per process; its exit code."""
     from fitune.parallel.launch import Launcher
-    from fitune.train.supervise import EXIT_RESTART, for_ranks
+    from fitune.train.supervise import Ear, for_ranks
 
     tie, status = for_ranks(link)
-    code = Launcher(command, size, tie, status=status).run()
-    return EXIT_FAILED if code == EXIT_RESTART and link is None else code
+    if link is not None:
+        return Launcher(command, size, tie, status=status).run()
+    ear = Ear()
+    launcher = Launcher(command, size, tie, status=ear.status)
+    code = launcher.run()
+    ear.close(code, launcher.said)
+    return EXIT_FAILED if code == EXIT_RESTART else code
 
 
 @click.command("launch")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 
 import click
 
 import fitune
 from fitune.cli.output import close_quietly, is_closed_output, print_error
-from fitune.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from fitune.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ToldElsewhere, UserError
 
+# A launcher such as torchrun ends all processes when one has ended: the one that tells why needs a moment for it.
+TELL_S = 1.0
 # Name and one line each. `fitune --help` shows these without importing the commands.
 COMMANDS = {
     "plan": "Say what will fit, why, and how much memory each phase needs.",
@@ -85,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_DONE
     except UserError as error:
-        print_error(error)
+        if isinstance(error, ToldElsewhere):
+            time.sleep(TELL_S)
+        else:
+            print_error(error)
         return error.exit_code
     except click.ClickException as error:
         print_error(_usage_error(error, sys.argv[1:] if arguments is None else arguments))

@@ -73,20 +73,31 @@ class _Block:
 
     __slots__ = ("after", "before", "free", "mapped", "pool", "size", "start")
 
-    def __init__(self, pool: _Pool, start: int, size: int, *, free: bool, mapped: bool = True):
-        self.pool, self.start, self.size, self.free, self.mapped = pool, start, size, free, mapped
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+    def __init__(
+        self, pool: _Pool, start: int, size: int, mapped: bool = True, before: _Block | None = None,
+        after: _Block | None = None,
+    ):  # fmt: skip
+        """A free block, which its neighbours know of."""
+        self.pool, self.start, self.size, self.free, self.mapped = pool, start, size, True, mapped
+        self.before, self.after = before, after
+        if before is not None:
+            before.after = self
+        if after is not None:
+            after.before = self
 
 
 class _Pool:
-    """Free blocks of one size class and stream by (size, address), and unmapped ranges by address."""
+    """Free blocks of one size class and stream by (size, address), and unmapped ranges by address.
 
-    __slots__ = ("free", "is_small", "page_bytes", "unmapped")
+    `least_rest` is the smallest rest of a block that becomes a block of its own.
+    """
 
-    def __init__(self, is_small: bool):
+    __slots__ = ("free", "is_small", "least_rest", "page_bytes", "unmapped")
+
+    def __init__(self, is_small: bool, expandable: bool):
         self.is_small = is_small
         self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+        self.least_rest = GRANULE if is_small or expandable else SMALL_REQUEST_BYTES + 1
         self.free: list[tuple[int, int, _Block]] = []
         self.unmapped: list[tuple[int, _Block]] = []
 
@@ -188,20 +199,17 @@ class CachingAllocator:
         is_small = size <= SMALL_REQUEST_BYTES
         pool = self._pools.get((is_small, stream))
         if pool is None:
-            pool = self._pools[is_small, stream] = _Pool(is_small)
-        block = self._best_fit(pool, size) or self._new_block(pool, size)
-        if block is None:
-            self.release_cached()
-            self.num_retries += 1
-            block = self._new_block(pool, size)
-            if block is None:
-                raise OutOfMemory(f"{size} bytes")
+            pool = self._pools[is_small, stream] = _Pool(is_small, self.expandable)
+        index = bisect_left(pool.free, (size,))
+        if index < len(pool.free):
+            block = self._best_fit(pool.free, index)
+        else:
+            block = self._new_block(pool, size) or self._retried(pool, size)
         left = block.size - size
-        if left >= GRANULE if is_small or self.expandable else left > SMALL_REQUEST_BYTES:
-            rest = _Block(pool, block.start + size, left, free=True)
-            _chain(block, rest, block.after)
+        if left >= pool.least_rest:
+            rest = _Block(pool, block.start + size, left, True, block, block.after)
             block.size = size
-            pool.insert(rest)
+            insort(pool.free, (left, rest.start, rest))
         block.free = False
         self._live[key] = block
         self.allocated_bytes += block.size
@@ -220,7 +228,7 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         block.free = True
         _join_neighbours(block)
-        block.pool.insert(block)
+        insort(block.pool.free, (block.size, block.start, block))
 
     def release_cached(self) -> None:
         """Gives free segments (pages) back to the driver, as `torch.cuda.empty_cache` does: large pools first."""
@@ -232,20 +240,33 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """A cached block, taken out of its pool."""
-        free = pool.free
-        index = bisect_left(free, (size,))
-        if index == len(free):
-            return None
-        if self.expandable and index + 1 < len(free):
-            room = _room(free[index][2])
-            while index + 1 < len(free):
-                next_room = _room(free[index + 1][2])
-                if next_room >= room:
-                    break
-                index, room = index + 1, next_room
-        return free.pop(index)[2]
+    @staticmethod
+    def _best_fit(free: list[tuple[int, int, _Block]], index: int) -> _Block:
+        """The best of the cached blocks from `index` on, taken out of its pool: the first, unless that can grow."""
+        block = free.pop(index)[2]
+        after = block.after
+        if after is None or after.mapped:
+            return block
+        room = block.size + after.size
+        while index < len(free) and _room(free[index][2]) < room:
+            other = free[index][2]
+            free[index] = (block.size, block.start, block)
+            block, room = other, _room(other)
+            index += 1
+        return block
+
+    def _retried(self, pool: _Pool, size: int) -> _Block:
+        """A new block after what was cached has gone back to the driver.
+
+        Raises:
+            OutOfMemory: there is none.
+        """
+        self.release_cached()
+        self.num_retries += 1
+        block = self._new_block(pool, size)
+        if block is None:
+            raise OutOfMemory(f"{size} bytes")
+        return block
 
     def _new_block(self, pool: _Pool, size: int) -> _Block | None:
         """A block from the driver, not in its pool; None where a limit forbids it."""
@@ -256,7 +277,7 @@ class CachingAllocator:
             return self._expand(pool, size)
         if not self._driver_has(segment):
             return None
-        block = _Block(pool, self._addresses(segment), segment, free=True)
+        block = _Block(pool, self._addresses(segment), segment)
         self._reserve(segment)
         return block
 
@@ -284,7 +305,7 @@ class CachingAllocator:
             if found >= size:
                 return block
         length = -(-self._range_bytes // pool.page_bytes) * pool.page_bytes
-        block = _Block(pool, self._addresses(length), length, free=True, mapped=False)
+        block = _Block(pool, self._addresses(length), length, False)
         pool.insert(block)
         return block
 
@@ -297,8 +318,7 @@ class CachingAllocator:
         pool.remove(block)
         block.mapped = True
         if mapped < block.size:
-            rest = _Block(pool, block.start + mapped, block.size - mapped, free=True, mapped=False)
-            _chain(block, rest, block.after)
+            rest = _Block(pool, block.start + mapped, block.size - mapped, False, block, block.after)
             block.size = mapped
             pool.insert(rest)
         _join_neighbours(block)
@@ -315,13 +335,9 @@ class CachingAllocator:
             return
         pool.remove(block)
         if block.start < start:
-            rest = _Block(pool, block.start, start - block.start, free=True)
-            _chain(block.before, rest, block)
-            pool.insert(rest)
+            pool.insert(_Block(pool, block.start, start - block.start, True, block.before, block))
         if end < block.start + block.size:
-            rest = _Block(pool, end, block.start + block.size - end, free=True)
-            _chain(block, rest, block.after)
-            pool.insert(rest)
+            pool.insert(_Block(pool, end, block.start + block.size - end, True, block, block.after))
         block.start, block.size, block.mapped = start, end - start, False
         self.reserved_bytes -= block.size
         _join_neighbours(block)
@@ -358,23 +374,19 @@ def _room(block: _Block) -> int:
     return block.size if after is None or after.mapped else block.size + after.size
 
 
-def _chain(before: _Block | None, block: _Block, after: _Block | None) -> None:
-    """Puts `block` between two neighbours."""
-    block.before, block.after = before, after
-    if before is not None:
-        before.after = block
-    if after is not None:
-        after.before = block
-
-
 def _join_neighbours(block: _Block) -> None:
     """`block`, which is in no pool, takes in the free blocks beside it that are mapped (or not) as it is."""
     before, after = block.before, block.after
     if before is not None and before.free and before.mapped == block.mapped:
         before.pool.remove(before)
-        block.start, block.size = before.start, before.size + block.size
-        _chain(before.before, block, block.after)
+        block.start = before.start
+        block.size += before.size
+        block.before = before.before
+        if block.before is not None:
+            block.before.after = block
     if after is not None and after.free and after.mapped == block.mapped:
         after.pool.remove(after)
         block.size += after.size
-        _chain(block.before, block, after.after)
+        block.after = after.after
+        if block.after is not None:
+            block.after.before = block

@@ -26,9 +26,10 @@ them; `logits` include their gradient; `workspace` is the buffer for unpacked we
 buffers of streamed weights; `temporary` is all else: what dies in the part of the step that made it, or right after."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
-    """A block is born (`num_bytes` > 0) or dies (the same number, negative).
+    """A block is born (`num_bytes` > 0) or dies (the same number, negative). Never changed once it is made (not frozen:
+    that makes it seven times slower to make, and a plan makes a million).
 
     Attributes:
         block: number of the block, unique among all of a list.

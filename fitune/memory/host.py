@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fitune.memory.in_host import InHost, held_bytes
+from fitune.memory.zero import ZeroBytes, zero_bytes
 from fitune.plan import Plan
 from fitune.units import MIB
 
@@ -16,6 +17,7 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 TOKEN_BYTES = 8  # int32 input id and int32 label (fitune.data.records)
 MERGE_ROWS_BYTES = 2 * 64 * MIB  # fp32 rows of one weight that a merge holds (fitune.model.merge)
 STAGING_BYTES = 2 * 32 * MIB  # two pinned buffers of the thread that feeds the card (fitune.engine.feeder)
+OFFLOADED = "offloaded state"  # of each rank on the disk
 SMALL_FILES_BYTES = 16 * MIB  # tokenizer, configuration, events: an upper bound, they are a few MiB
 
 # Measured on Linux x86_64 (AMD EPYC, glibc), Python 3.11, torch 2.13 (CPU build), transformers 5.24, 2026-11-30, one
@@ -153,6 +155,7 @@ def beside_card(plan: Plan, facts: Facts, phase: str = "step") -> dict[str, int]
         owners |= {owner: found[owner] for owner in found if owner in there}
     elif plan.optimizer_place != "device":
         owners |= {"masters and state": 4 * facts.num_trained + facts.state_bytes, "gradients": 4 * facts.num_trained}
+    owners |= _offloaded_by_zero(plan, facts)
     if plan.offload_inputs and not (facts.in_host is not None and phase in ("load", "resume")):
         num_rows = plan.batch if plan.accumulation_order == "layer-major" else plan.micro_batch
         rows = num_rows * facts.row_width
@@ -160,11 +163,27 @@ def beside_card(plan: Plan, facts: Facts, phase: str = "step") -> dict[str, int]
     return {owner: size for owner, size in owners.items() if size}
 
 
+def _offloaded_by_zero(plan: Plan, facts: Facts) -> dict[str, int]:
+    """What DeepSpeed keeps in a rank's host memory; of the weights only those that are trained."""
+    found = _zero(plan, facts)
+    if found is None:
+        return {}
+    return {"DeepSpeed's offload": found.host, "disk buffers": found.buffers}
+
+
+def _zero(plan: Plan, facts: Facts) -> ZeroBytes | None:
+    if plan.offload_optimizer == "none" and plan.offload_params == "none":
+        return None
+    return zero_bytes(plan, trained=facts.num_trained, frozen_bytes=0, state_bytes=facts.state_bytes,
+                      unit=facts.largest_values)  # fmt: skip
+
+
 def pinned(plan: Plan, facts: Facts, phase: str = "step") -> dict[str, int]:
     """The part of it that is pinned, which the card's driver copies on its own."""
     if plan.device != "cuda":
         return {}
-    wanted = {"inputs", "staging", "gradients", "working copies"}
+    wanted = {"inputs", "staging", "gradients", "working copies", "disk buffers"}
+    wanted |= {"DeepSpeed's offload"} if plan.offload_optimizer == "nvme" else set()  # gradients
     wanted |= {"masters and state", "masters", "optimizer state"} if plan.optimizer_place == "streamed" else set()
     wanted |= {"streamed weights"} if plan.stream_from == "pinned" else set()
     wanted |= {"head"} if plan.stream_from != "pageable" else set()
@@ -193,6 +212,9 @@ def disk(phase: str, plan: Plan, facts: Facts) -> dict[str, int] | None:
         owners["model files"] = facts.download_bytes
         if plan.stream_from == "disk":
             owners["packed weights"] = facts.streamed_bytes
+    zero = _zero(plan, facts)
+    if zero is not None and phase not in ("load", "merge"):
+        owners[OFFLOADED] = zero.disk
     if phase in ("save", "resume"):
         owners["checkpoints"] = facts.checkpoint_bytes * (facts.keep_checkpoints + (phase == "save"))
     if phase == "save":

@@ -6,10 +6,11 @@ are drawn from and what a phase's peak is broken down by.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fitune.memory.events import Event, rounded
+from fitune.memory.events import Event
 from fitune.memory.pieces import MASTER
 
 PLACES = {
@@ -80,35 +81,36 @@ def moments_of(events: Sequence[Event], granule: int = 1, num_largest: int = 3) 
         granule: every block is rounded up to a multiple of this (the allocator's smallest size).
         num_largest: how many of a part's own blocks are named.
     """
-    starts = [i for i, e in enumerate(events) if not i or _part(e) != _part(events[i - 1])]
-    sizes = [rounded(event.num_bytes, granule) for event in events]
-    live: dict[str, int] = {}
+    starts, before = [], None
+    for index, event in enumerate(events):
+        here = event.part, event.layer
+        if here != before:
+            starts.append(index)
+            before = here
+    sizes = [
+        -(-size // granule) * granule if size > 0 else size // granule * granule  # `events.rounded`
+        for size in [event.num_bytes for event in events]
+    ]
+    live: defaultdict[str, int] = defaultdict(int)
     total, found = 0, []
     for start, end in zip(starts, [*starts[1:], len(events)], strict=True):
         top, best = start - 1, total  # the moment before its first event: a part may only free
-        here = total
         for index in range(start, end):
-            here += sizes[index]
-            if here > best or (here == best and top < start):
-                top, best = index, here
-        own: dict[int, Block] = {}
-        snapshot = dict(live)
-        for index in range(start, end):
-            event, owner = events[index], owner_of(events[index])
-            live[owner] = live.get(owner, 0) + sizes[index]
-            if index <= top:
-                if event.num_bytes > 0:
-                    own[event.block] = Block(event.label, owner, sizes[index])
-                else:
-                    own.pop(event.block, None)
-            if index == top:
-                snapshot = dict(live)
-        total = here
-        largest = sorted(own.values(), key=lambda block: -block.num_bytes)[:num_largest]
-        owners = {owner: size for owner, size in snapshot.items() if size}
+            total += sizes[index]
+            if total > best or (total == best and top < start):
+                top, best = index, total
+        own: dict[int, int] = {}  # block to the index of its birth
+        for index in range(start, top + 1):
+            event = events[index]
+            live[owner_of(event)] += sizes[index]
+            if event.num_bytes > 0:
+                own[event.block] = index
+            else:
+                own.pop(event.block, None)
+        owners = {owner: size for owner, size in live.items() if size}
+        for index in range(top + 1, end):
+            live[owner_of(events[index])] += sizes[index]
+        births = sorted(own.values(), key=lambda index: -sizes[index])[:num_largest]
+        largest = [Block(events[index].label, owner_of(events[index]), sizes[index]) for index in births]
         found.append(Moment(events[start].part, events[start].layer, owners, tuple(largest)))
     return found
-
-
-def _part(event: Event) -> tuple[str, int]:
-    return event.part, event.layer

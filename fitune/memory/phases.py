@@ -126,7 +126,7 @@ def predict(
         script: the same step event for event; with it every block has a name, and what the allocator reserves is
             computed. Without it, or where its sizes are those of another shape, sums of `terms` are taken.
         width: tokens of the widest row; the plan's `seq_len` where it is not given.
-        briefly: loading and steps only, where a job's highest peak nearly always is.
+        briefly: loading and steps of a run that is resumed, where a job's highest peak nearly always is.
     """
     replayed = _replayed(terms, plan, overheads, facts, script, width or plan.seq_len, briefly)
     step = highest(replayed["step"].moments).owners

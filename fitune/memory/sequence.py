@@ -76,7 +76,8 @@ def replay_run(
         on_card: whether torch's CUDA allocator is asked; on the CPU blocks have no granule and nothing is reserved.
         workspace_bytes: allocated by the libraries at their first use, and kept.
         expandable: whether torch's allocator uses expandable segments.
-        briefly: only `load`, `first_step` and `step`, where the highest peak of a job nearly always is, and only sums.
+        briefly: only `load` and `step` of a run that is resumed, where the highest peak of a job nearly always is
+            (within 0.3 % of the whole run's in 38 plans for ten jobs), and only sums.
     """
     shape = (plan.micro_batch, width, plan.loss_chunk)
     accumulates = plan.micro_batch < plan.batch
@@ -86,21 +87,23 @@ def replay_run(
             *shape, recompute_layers=plan.recompute_layers, accumulates=accumulates, first_step=first_step
         )
 
-    first, steady = step(True), step(False)
     # the first of them comes when the engine tries the model, the others with the first step
     sizes = (workspace_bytes // NUM_CUBLAS_THREADS, workspace_bytes - workspace_bytes // NUM_CUBLAS_THREADS)
     kept = [
         Event(-1 - i, size, "workspace", "a library's workspace", "load", -1) for i, size in enumerate(sizes) if size
     ]
-    arriving, there = _loading(first, plan, arrival, kept[:1])
-    loading = arriving + there
+    steady = step(False)
+    resuming = _loading(steady, plan, arrival, kept[:1])
     if briefly:
-        told = {"load": loading, "first_step": first, "step": steady}
+        told = {"load": resuming[0] + resuming[1], "step": steady}
         if not on_card:
             return {name: Replayed(tuple(moments_of(events)), None) for name, events in told.items()}
-        reserved = _reserved((arriving, there), kept[1:], first, steady, [], ([], []), expandable)
+        reserved = _resumed(resuming, kept[1:], steady, expandable)
         return {name: Replayed((_sum(name, events, workspace_bytes),), reserved[name]) for name, events in told.items()}
-    evaluation, resuming = script.eval_events(*shape), _loading(steady, plan, arrival, kept[:1])
+    first = step(True)
+    arriving, there = _loading(first, plan, arrival, kept[:1])
+    loading = arriving + there
+    evaluation = script.eval_events(*shape)
     reserved = (
         _reserved((arriving, there), kept[1:], first, steady, evaluation, resuming, expandable) if on_card else {}
     )
@@ -137,6 +140,14 @@ def _reserved(
     found["save"] = allocator.reserved_bytes
     found["resume"] = _loaded(CachingAllocator(expandable=expandable), resuming)
     return found
+
+
+def _resumed(loading: _Loading, kept: list[Event], steady: list[Event], expandable: bool) -> dict[str, int]:
+    """`_reserved` of the first step of a run that has loaded with its optimizer's state."""
+    allocator = CachingAllocator(expandable=expandable)
+    found = {"load": _loaded(allocator, loading)}
+    allocator.run(kept)
+    return found | {"step": allocator.run(_without_load(steady)).peak_reserved_bytes}
 
 
 def _loaded(allocator: CachingAllocator, loading: _Loading) -> int:

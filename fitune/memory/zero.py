@@ -15,6 +15,10 @@ weights and s of optimizer state (sources: https://arxiv.org/abs/1910.02054, sec
 | bucket of gradients | 32 MiB (zero2 in 16 bit: half) | | 32 MiB |
 | gathered weights | - | - | one unit and c times 32 Mi elements ahead of it |
 
+With the optimizer in host memory, masters, state and gradients (zero1: their flat copy) are there. With it on a disk
+masters, state and, for an update, gradients are in files of the rank; in host memory are the gradients and four buffers
+of the largest group of parameters that is updated at once: 32 Mi elements, and at most one unit's part more.
+
 DeepSpeed keeps a master beside each fp32 weight too, and stage 3 its gradients' tensor and bucket between steps. Left
 out: parts are rounded up (to 2 N elements in all, for stage 3 to N elements per tensor), the rest of a gradient that
 ends in another rank's part (kept whole), a gradient larger than the bucket (it is exchanged by itself), and NCCL. A
@@ -26,7 +30,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fitune.parallel.zero_config import PREFETCH, REDUCE_BUCKET, low_precision, stage_of
+from fitune.parallel.zero_config import (
+    DISK_BUFFERS,
+    PREFETCH,
+    REDUCE_BUCKET,
+    SUB_GROUP,
+    low_precision,
+    stage_of,
+)
 from fitune.plan import Plan
 
 _FP32 = 4  # bytes
@@ -47,6 +58,8 @@ class ZeroBytes:
         lasting: of gradients and bucket what is there between steps too.
         applied: of gradients and bucket what is there in the update.
         host: of all of these what is in host memory and not on the device; not in the others.
+        buffers: in host memory, which groups of masters on a disk pass through.
+        disk: in files.
     """
 
     weights: int
@@ -59,6 +72,8 @@ class ZeroBytes:
     lasting: int
     applied: int
     host: int
+    buffers: int = 0
+    disk: int = 0
 
     @property
     def held(self) -> int:
@@ -105,7 +120,7 @@ def zero_bytes(plan: Plan, *, trained: int, frozen_bytes: int, state_bytes: int,
         applied=gradients + bucket if stage == 3 else _FP32 * part if cuts_at_the_end else gradients,
         host=0,
     )
-    return _offloaded(found, plan)
+    return _offloaded(found, plan, -(-unit // ranks))
 
 
 def _has_buffers(plan: Plan) -> bool:
@@ -113,8 +128,12 @@ def _has_buffers(plan: Plan) -> bool:
     return low_precision(plan) == "bf16" and plan.offload_optimizer == "none"
 
 
-def _offloaded(found: ZeroBytes, plan: Plan) -> ZeroBytes:
-    """With the optimizer its masters, state and gradients' sums leave the device; with parameters their parts do."""
+def _offloaded(found: ZeroBytes, plan: Plan, unit: int) -> ZeroBytes:
+    """With the optimizer its masters, state and gradients' sums leave the device; with parameters their parts do.
+
+    Args:
+        unit: elements of the rank's part of the largest parameter, at least.
+    """
     moved: dict[str, int] = {}
     if plan.offload_optimizer != "none":
         moved |= dict(masters=found.masters, state=found.state, copied=found.copied)
@@ -126,4 +145,8 @@ def _offloaded(found: ZeroBytes, plan: Plan) -> ZeroBytes:
     if "gradients" in moved:
         values["applied"] = values["lasting"] = found.bucket if plan.parallel == "zero3" else 0
     copied = moved.pop("copied", 0)  # the gradients themselves, on the host
+    if plan.offload_optimizer == "nvme":
+        files = moved.pop("masters") + moved.pop("state")
+        group = min(found.masters // _FP32, SUB_GROUP + unit)
+        values |= dict(disk=files + moved["gradients"], buffers=DISK_BUFFERS * _FP32 * group)
     return ZeroBytes(**(values | dict(host=sum(moved.values()) + (copied if plan.parallel == "zero1" else 0))))

@@ -24,8 +24,7 @@ from fitune.model.experts import PackedExperts, chooses_kernel, has_fused_expert
 from fitune.model.formats import DENSE, Scratch
 from fitune.model.linear import BaseLinear, StepContext
 from fitune.model.outside import embedding_to_host, head_to_host, open_host, weight_at_hand
-from fitune.model.random_weights import owner_of
-from fitune.model.replace import check_attention, check_layers, check_set, replace_linears
+from fitune.model.replace import check_attention, check_layers, replace_linears, set_buffers
 from fitune.model.streamed import StreamedLayers
 from fitune.plan import Adapter, Plan
 
@@ -261,17 +260,13 @@ def _place_buffers(built: Built) -> None:
         on_meta = {n: b for n, b in module.named_buffers(recurse=False) if b.device.type == "meta"}
         if not on_meta:
             continue
-        host = built.host_embedding is not None and module is built.host_embedding.inner
-        target = torch.device("cpu") if host and built.device.type != "meta" else built.device
-        for name, buffer in on_meta.items():
-            unset = float("nan") if buffer.is_floating_point() else 0
-            place = "cpu" if built.device.type != "meta" else "meta"
-            module._buffers[name] = torch.full_like(buffer, unset, device=place)
         if built.device.type == "meta":
+            module._buffers.update({name: torch.empty_like(buffer) for name, buffer in on_meta.items()})
             continue
-        owner_of(built.model, path)._init_weights(module)
+        set_buffers(built.model, path, module, on_meta)
+        host = built.host_embedding is not None and module is built.host_embedding.inner
+        target = torch.device("cpu") if host else built.device
         for name in on_meta:
-            check_set(built.model, module, f"{path}.{name}")
             module._buffers[name] = module._buffers[name].to(target)
 
 

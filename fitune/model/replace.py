@@ -7,12 +7,15 @@ import contextlib
 import functools
 import inspect
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from fitune.errors import UserError
 from fitune.model.linear import BaseLinear
+from fitune.model.random_weights import owner_of
 
 if TYPE_CHECKING:
     from fitune.model.build import Built
@@ -64,22 +67,34 @@ def check_attention(config: Any) -> None:
         )
 
 
-def check_set(model: Any, module: nn.Module, name: str) -> None:
-    """A buffer after the model's own initialiser has run over NaN; one that comes with the weights may be open still.
+def set_buffers(model: Any, path: str, module: nn.Module, names: Collection[str]) -> None:
+    """Give a module's buffers their values on the CPU, by the model's own initialiser; those that come with the weights
+    may be open still.
+
+    The initialiser runs over NaN, or twice over different numbers where a type has none: what it leaves out shows.
 
     Raises:
-        UserError: the initialiser has left it out, so that nobody knows its values.
+        UserError: it leaves one out, so that nobody knows its values.
     """
-    leaf = name.rpartition(".")[2]
-    buffer = module._buffers[leaf]
-    if buffer is None or leaf not in module._non_persistent_buffers_set or not buffer.is_floating_point():
-        return
-    if bool(buffer.isnan().any()):
-        raise UserError(
-            f"cannot train {type(model).__name__}",
-            f"its class does not say what {name} holds when a model is made layer by layer",
-            f"use another model, {_LIKE}",
-        )
+    found = []
+    for number in (0, 1):
+        for name in names:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            unset = float("nan") if buffer.is_floating_point() else number
+            module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
+        owner_of(model, path)._init_weights(module)
+        found.append({name: buffer for name in names if (buffer := module._buffers[name]) is not None})
+        if all(buffer.is_floating_point() for buffer in found[0].values()):
+            break
+    for name in found[0].keys() & module._non_persistent_buffers_set:
+        first, last = found[0][name], found[-1][name]
+        if bool(last.isnan().any()) or not (last.is_floating_point() or torch.equal(first, last)):
+            raise UserError(
+                f"cannot train {type(model).__name__}",
+                f"its class does not say what {path}.{name} holds when a model is made layer by layer",
+                f"use another model, {_LIKE}",
+            )
 
 
 def replace_linears(built: Built) -> None:

@@ -30,3 +30,11 @@ def handled(handlers: Mapping[str, Handler]) -> Iterator[None]:
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` of 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fitune.parallel.world import Single, World, publish
+from fitune.errors import ToldElsewhere, UserError
+from fitune.parallel.start import as_told, open_store
+from fitune.parallel.world import Single, World
 
 T = TypeVar("T")
 # A peer that ended is noticed at once (its connections close); this is for one that hangs. Longer than the longest
@@ -24,21 +27,24 @@ class Group(Single):
 
     Args:
         device: kind of device that tensors are on, cpu or cuda.
+        store: that of `fitune.parallel.start.meet`; None: the processes have not met.
 
     Raises:
-        RuntimeError: the others did not come within `timeout_s`.
+        RuntimeError, UserError: the others did not come within `timeout_s`.
     """
 
-    def __init__(self, world: World, device: str, timeout_s: float = TIMEOUT_S):
+    def __init__(self, world: World, device: str, timeout_s: float = TIMEOUT_S, store: dist.Store | None = None):
         self.world = world
         self.rank, self.size = world.rank, world.size  # type: ignore[misc]
         self.local_rank, self.local_size = world.local_rank, world.local_size  # type: ignore[misc]
         self.is_leader = world.rank == 0  # type: ignore[misc]
         self.elastic = world.elastic  # type: ignore[misc]
-        publish(world)
+        store = store if store is not None else open_store(world, timeout_s)
+        self._words = dist.PrefixStore("words", store)
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=world.rank, world_size=world.size,
+                                timeout=timeout)  # fmt: skip
         self._timeout = timeout
         self.control = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -88,6 +94,18 @@ class Group(Single):
         dist.all_reduce(tensor, how, group=self.control)
         found: list[float] = tensor.tolist()
         return found
+
+    def leave_word(self, problem: UserError) -> None:
+        with suppress(RuntimeError):  # who holds the store is gone
+            self._words.set(str(self.rank), json.dumps(as_told(problem)))
+
+    def last_word(self) -> UserError | None:
+        with suppress(RuntimeError):
+            for rank in range(self.size):
+                if self._words.check([str(rank)]):
+                    kind = UserError if self.is_leader else ToldElsewhere
+                    return kind(*json.loads(self._words.get(str(rank))))
+        return None
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -16,17 +16,27 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
-from fitune.parallel.forwarding import FORWARDED, handled
-from fitune.parallel.world import SAME_RECORDS, World, device_list
+from fitune.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DOES_NOT_FIT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_RESTART,
+    EXIT_TERMINATED,
+    UserError,
+)
+from fitune.parallel.forwarding import FORWARDED, handled, signal_name
+from fitune.parallel.world import SAME_RECORDS, World, check_devices, device_list
 from fitune.recipe import Recipe
 
 # After the first failure the others get this long: to say the same, or to save. Then they are killed.
 FAILED_GRACE_S = 3.0
+WHY_GRACE_S = 20.0  # while it is only known that some want new processes, not why: who knows it may be slow to end
 POLL_S = 0.1
 _TAIL_BYTES = 16 << 10
 _SHELL_SIGNAL = 128
 _STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)  # saved, and ended because they were told to
+_DECIDES = (EXIT_DOES_NOT_FIT, EXIT_BAD_INPUT, EXIT_FAILED)  # with new processes it would be the same
 
 
 def num_processes(recipe: Recipe, num_gpus: int) -> int:
@@ -40,9 +50,8 @@ def num_processes(recipe: Recipe, num_gpus: int) -> int:
         return 1
     on_cpu = (recipe.devices or "").strip().lower() == "cpu" or num_gpus == 0
     named = device_list(recipe.devices)
-    if not on_cpu and named is not None and len(named) > 1 and max(named) >= num_gpus:
-        raise UserError(f"cannot use --devices {recipe.devices}", f"{num_gpus} GPUs are there, counted from 0",
-                        "name others with --devices")  # fmt: skip
+    if not on_cpu and named is not None and len(named) > 1:
+        check_devices(recipe.devices, num_gpus)
     if recipe.nproc is None:
         there = 0 if on_cpu else len(named) if named is not None else num_gpus
         return max(1, there if recipe.parallel in SAME_RECORDS else min(there, recipe.batch))
@@ -80,6 +89,7 @@ class Launcher:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs: list[IO[bytes] | None] = []
         self._lifeline_end = -1
+        self.said = ""  # by a process that failed, where it was shown
 
     def run(self) -> int:
         """The exit code: of the first rank that failed (128 + the signal's number where one ended it), else
@@ -129,27 +139,41 @@ class Launcher:
             time.sleep(POLL_S)
 
     def _failed(self, rank: int) -> int:
-        """One has ended with an error: give the others a moment, tell what only it has said."""
+        """One has ended with an error: give the others a moment, tell what only it has said. Where some only know that
+        one is gone, that one decides."""
         code = self._processes[rank].returncode
-        end = time.monotonic() + FAILED_GRACE_S
-        while time.monotonic() < end and any(process.poll() is None for process in self._processes):
+        began = time.monotonic()
+        while None in (codes := [process.poll() for process in self._processes]):
+            if time.monotonic() - began > (WHY_GRACE_S if self._nobody_knows(codes) else FAILED_GRACE_S):
+                break
             time.sleep(POLL_S)
-        codes = [process.poll() for process in self._processes]
-        if EXIT_DOES_NOT_FIT in codes:  # the others may ask for new processes, with which it would be the same
-            rank, code = codes.index(EXIT_DOES_NOT_FIT), EXIT_DOES_NOT_FIT
+        for decides in _DECIDES if code > 0 else ():
+            if decides in codes:
+                rank, code = codes.index(decides), decides
+                break
         leader = codes[0]
-        if rank != 0 and leader != code:
-            self._show(rank)
+        if code < 0 or (rank != 0 and leader != code):
+            self._show(rank, code)
         return _SHELL_SIGNAL - code if code < 0 else code
 
-    def _show(self, rank: int) -> None:
-        output = self._outputs[rank]
-        assert output is not None
-        size = output.seek(0, os.SEEK_END)
-        output.seek(max(0, size - _TAIL_BYTES))
-        text = output.read().decode("utf-8", "replace").rstrip()
-        if text:
-            sys.stderr.write(f"process {rank} of {self.size} failed:\n{text}\n")
+    @staticmethod
+    def _nobody_knows(codes: Sequence[int | None]) -> bool:
+        """Whether all that have ended want new processes, since another one is gone."""
+        return set(codes) <= {None, EXIT_RESTART, *_STOPPED, 0}
+
+    def _show(self, rank: int, code: int) -> None:
+        output, text = self._outputs[rank], ""
+        if output is not None:
+            size = output.seek(0, os.SEEK_END)
+            output.seek(max(0, size - _TAIL_BYTES))
+            text = output.read().decode("utf-8", "replace").rstrip()
+        who = f"process {rank} of {self.size}"
+        if code < 0:
+            self.said = f"error: {who} was ended by {signal_name(-code)}\n{text}".rstrip()
+        elif text:
+            self.said = f"{who} failed:\n{text}"
+        if self.said:
+            sys.stderr.write(f"{self.said}\n")
             sys.stderr.flush()
 
     def _end(self) -> None:

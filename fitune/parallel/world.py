@@ -84,37 +84,37 @@ def publish(world: World, environ: MutableMapping[str, str] = os.environ) -> Non
         environ.setdefault(name, value)
 
 
-def card_of(world: World, devices: str | None, visible: str | None) -> str:
+def card_of(world: World, devices: str | None, visible: str | None, num_cards: int) -> str:
     """The value of CUDA_VISIBLE_DEVICES that leaves this rank its own card.
 
     Args:
         devices: the recipe's: indices among the cards that are visible; None: all of them.
         visible: what the variable is now; None when it is not set.
+        num_cards: how many are visible.
 
     Raises:
-        UserError: fewer cards than processes on this machine.
+        UserError: fewer cards than processes on this machine, or one is named that is not there.
     """
     names = visible.split(",") if visible is not None else None
     wanted = device_list(devices)
     if wanted is None and names is not None and len(names) == 1 and names[0].strip():
         return names[0]  # the scheduler has given each process its own
-    index = world.local_rank if wanted is None else _at(wanted, world)
-    if names is None:
-        return str(index)
-    if index >= len(names):
-        raise _too_few(world, len(names))
-    return names[index]
+    there = num_cards if names is None else min(num_cards, len(names))
+    check_devices(devices, there)
+    own = range(there) if wanted is None else wanted
+    if world.local_rank >= len(own):
+        raise UserError(f"there are {max(world.local_size, world.local_rank + 1)} processes for {len(own)} GPUs",
+                        "each process needs a GPU of its own", f"start {len(own)} for each machine")  # fmt: skip
+    index = own[world.local_rank]
+    return str(index) if names is None else names[index]
 
 
-def _at(wanted: list[int], world: World) -> int:
-    if world.local_rank >= len(wanted):
-        raise _too_few(world, len(wanted))
-    return wanted[world.local_rank]
-
-
-def _too_few(world: World, num_cards: int) -> UserError:
-    return UserError(f"there are {world.local_size} processes for {num_cards} GPUs",
-                     "each process needs a GPU of its own", f"use --nproc {num_cards}")  # fmt: skip
+def check_devices(devices: str | None, num_cards: int) -> None:
+    """Raises UserError where GPUs are named that are not there."""
+    wanted = device_list(devices)
+    if wanted is not None and max(wanted) >= num_cards:
+        raise UserError(f"cannot use --devices {devices}", f"{num_cards} GPUs are there, counted from 0",
+                        "name others with --devices")  # fmt: skip
 
 
 def device_list(devices: str | None) -> list[int] | None:
@@ -175,6 +175,14 @@ class Single:
     def apart(self) -> Single:
         """The same ranks, with exchanges of their own for a thread beside the training; all make it together."""
         return self
+
+    def leave_word(self, problem: UserError) -> None:
+        """For those that will notice only that this process is gone: why it ends."""
+
+    def last_word(self) -> UserError | None:
+        """What the first of those that have ended has left (`ToldElsewhere` where the first rank tells it); None where
+        none could."""
+        return None
 
     @property
     def leads_node(self) -> bool:

@@ -8,13 +8,14 @@ update whose gradients are not finite is dropped by DeepSpeed and told of by fit
 makes it with a row that counts nothing, since all ranks exchange the same things in the same order.
 
 Checkpoints hold whole tensors by name, read and written through `deepspeed.utils`' access to fp32 masters and optimizer
-state, one tensor after the other, kept in the first rank's host memory.
+state (of stage 3 through `zero_groups`), one tensor after the other, kept in the first rank's host memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,8 @@ from fitune.parallel.exchange import all_reduce
 from fitune.parallel.group import Group
 from fitune.parallel.slices import Gathered, Saved
 from fitune.parallel.zero_config import config_of, low_precision, stage_of
+from fitune.parallel.zero_disk import Scratch, check_room
+from fitune.parallel.zero_groups import WHOLE, Groups, described
 from fitune.parallel.zero_library import card_of_this_rank, load_deepspeed
 from fitune.parallel.zero_model import Work
 from fitune.plan import Plan
@@ -79,7 +82,7 @@ class ZeroEngine(Engine):
         deepspeed = load_deepspeed(built.device.type)
         self._utils = deepspeed.utils
         work = Work(self.driver, sharded=self.stage == 3, trains_embedding=self._trains_embedding())
-        starts = {}
+        starts: dict[str, torch.Tensor] = {}
         if plan.method == "lora" and self.stage == 3:  # adapters are in the base's format, their masters are not
             for name, p in trainable.items():
                 starts[name] = p.detach().cpu()
@@ -88,15 +91,20 @@ class ZeroEngine(Engine):
         self.parameters = dict(trainable)
         self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in trainable.items()}
         inner = build_optimizer(plan.optimizer, list(trainable.values()), lr=plan.lr, weight_decay=plan.weight_decay)
+        config = config_of(plan)
+        if plan.offload_optimizer == "nvme":
+            check_room(plan, [shape.numel() for shape in self.shapes.values()], self.group)
+            self.scratch = Scratch(Path(plan.offload_folder or ""), self.group)
+            config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(self.scratch.path)
         with card_of_this_rank(built.device):
             self.zero, optimizer, _, _ = deepspeed.initialize(
-                model=work, optimizer=inner, config=config_of(plan), dist_init_required=False
+                model=work, optimizer=inner, config=config, dist_init_required=False
             )
         self.work = work
-        for name, start in starts.items():
-            self._set_master(name, start)
+        if self.stage == 3:
+            self.groups = Groups(optimizer, {id(p): name for name, p in self.parameters.items()})
         if starts:
-            self._publish()
+            self._set_masters(starts.get)
         self.parts = _parts_of(optimizer)
         return ZeroMasters(self.shapes.values()), optimizer
 
@@ -222,22 +230,31 @@ class ZeroEngine(Engine):
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """On the first rank, in host memory; the others take part and get nothing."""
-        return self._to_host(self._utils.safe_get_full_fp32_param)
+        return self._to_host()
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """On the first rank, in the formats of the model's own parameters, with the buffers that are saved."""
         model = self.built.model
-        found = self._to_host(self._utils.safe_get_full_fp32_param, {n: p.dtype for n, p in self.parameters.items()})
+        found = self._to_host(dtypes={n: p.dtype for n, p in self.parameters.items()})
         own = model.state_dict()
         return found | {name: own[name].cpu() for name, _ in model.named_buffers() if name in own}
 
-    def _to_host(
-        self, read: Callable[[Any], torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """What all ranks read together of each trained parameter, by name, in the first rank's host memory."""
-        found = {}
+    def _read(self, key: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The master of each trained parameter, or its state of that name, which all ranks read together."""
+        if self.stage == 3:
+            yield from self.groups.read(key)
+            return
         for name, p in self.parameters.items():
-            tensor = read(p)
+            whole = self._utils.safe_get_full_fp32_param(p) if key is None else (
+                self._utils.safe_get_full_optimizer_state(p, key))  # fmt: skip
+            yield name, whole
+
+    def _to_host(
+        self, key: str | None = None, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """What `_read` gives, in the first rank's host memory."""
+        found = {}
+        for name, tensor in self._read(key):
             if self.group.is_leader:
                 found[name] = tensor.detach().to("cpu", (dtypes or {}).get(name, torch.float32), copy=True).contiguous()
             del tensor
@@ -246,52 +263,53 @@ class ZeroEngine(Engine):
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors = {f"parameter|{name}": tensor for name, tensor in self.trained_tensors().items()}
         numbers: dict[str, Any] = {}
-        for key, value in self._state_of_part().items():
-            if isinstance(value, torch.Tensor) and value.numel() == self.parts[0].numel():
-                read = lambda p, key=key: self._utils.safe_get_full_optimizer_state(p, key)  # noqa: E731
-                tensors |= {f"optimizer|{name}|{key}": tensor for name, tensor in self._to_host(read).items()}
+        for key, value in self._described().items():
+            if value is WHOLE:
+                tensors |= {f"optimizer|{name}|{key}": tensor for name, tensor in self._to_host(key).items()}
             elif isinstance(value, torch.Tensor):
                 if self.group.is_leader:
-                    tensors |= {f"optimizer|{name}|{key}": value.detach().cpu().clone() for name in self.names}
+                    tensors |= {f"optimizer|{name}|{key}": value.clone() for name in self.names}
             else:
                 numbers |= {f"{name}|{key}": value for name in self.names}
         values = {"optimizer": numbers, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
         return Gathered(tensors), values
 
-    def _state_of_part(self) -> dict[str, Any]:
-        """The optimizer's state of this rank's first part; empty before the first update."""
-        state: dict[str, Any] = self._inner().state.get(self.parts[0], {})
-        return {key: value for key, value in state.items() if key not in _BNB_TABLES}
+    def _described(self) -> dict[str, Any]:
+        """See `zero_groups.described`."""
+        if self.stage == 3:
+            return self.groups.described(_BNB_TABLES)
+        return described(self._inner().state.get(self.parts[0], {}), self.parts[0].numel(), _BNB_TABLES)
 
     def _inner(self) -> Any:
         return self.zero.optimizer.optimizer
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> None:
-        for name in self.parameters:
-            saved = tensors.get(f"parameter|{name}")
-            if saved is None or saved.shape != self.shapes[name]:
+        def saved(name: str) -> torch.Tensor:
+            found = tensors.get(f"parameter|{name}")
+            if found is None or found.shape != self.shapes[name]:
                 raise UserError(
                     "the checkpoint does not fit this run",
                     f"{name} is missing or has another shape",
                     "resume with the settings the run was started with",
                 )
-            self._set_master(name, saved)
-        self._publish()
+            return found
+
+        self._set_masters(saved)
         self._load_optimizer(tensors, values["optimizer"])
         self.scaler.scale, self.scaler.good_steps = values["scale"], values["good_steps"]
 
-    def _set_master(self, name: str, tensor: torch.Tensor) -> None:
-        """This rank's part of a parameter's fp32 master, from the whole that every rank has."""
-        self._utils.safe_set_full_fp32_param(self.parameters[name], tensor.to(self.built.device, torch.float32))
-
-    def _publish(self) -> None:
-        """Round the masters into what the layers compute with."""
+    def _set_masters(self, find: Callable[[str], torch.Tensor | None]) -> None:
+        """This rank's parts of the fp32 masters, from whole tensors by name that every rank has, and, rounded, of what
+        the layers compute with."""
         if self.stage == 3:
-            for number in range(len(self.zero.optimizer.fp16_groups)):
-                self.zero.optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        else:
-            self.zero.optimizer.update_lp_params()
+            self.groups.write(find)
+            return
+        for name, p in self.parameters.items():
+            whole = find(name)
+            if whole is not None:
+                self._utils.safe_set_full_fp32_param(p, whole.to(self.built.device, torch.float32))
+        self.zero.optimizer.update_lp_params()
 
     def _load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: dict[str, Any]) -> None:
         """State made anew on every part, then filled from whole tensors."""
@@ -313,12 +331,15 @@ class ZeroEngine(Engine):
             plain[key] = max(value, plain.get(key, value))
         if not whole and not common and not plain:
             return
+        if self.stage == 3:  # where there was no update of a parameter: zeros
+            find = lambda name, key: tensors.get(f"optimizer|{name}|{key}")  # noqa: E731
+            self.groups.write_state(sorted(whole), common | plain, find)
+            return
         for part in self.parts:
             state: dict[str, Any] = {key: torch.zeros_like(part) for key in sorted(whole)}
             state |= {key: value.to(part.device, copy=True) for key, value in common.items()}
             self._inner().state[part] = state | plain
-        if self.stage != 3:
-            self.zero.optimizer._lazy_init_hp_params_optimizer_state()
+        self.zero.optimizer._lazy_init_hp_params_optimizer_state()
         for key in sorted(whole):
             for name, p in self.parameters.items():
                 if (full := f"optimizer|{name}|{key}") in tensors:  # else there was no update of it: zeros

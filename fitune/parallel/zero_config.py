@@ -6,6 +6,7 @@ Sources: DeepSpeed documentation, "DeepSpeed Configuration JSON"; `deepspeed/run
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fitune.plan import Plan
@@ -17,6 +18,12 @@ REDUCE_BUCKET = 8 * 2**20
 GATHER_BUCKET = 64 * 2**20
 # Elements of parameters that stage 3 gathers ahead of their use.
 PREFETCH = 32 * 2**20
+# Elements of masters on a disk that are in memory at once, or those of one parameter where it has more: 128 MiB.
+SUB_GROUP = 32 * 2**20
+# Of their size: a master's, a gradient's and two for AdamW's moments.
+DISK_BUFFERS = 4
+# What is smaller than this DeepSpeed leaves in host memory (`deepspeed/runtime/swap_tensor/utils.py`).
+LEAST_ON_DISK_BYTES = 2**20
 
 
 def stage_of(plan: Plan) -> int | None:
@@ -59,6 +66,9 @@ def config_of(plan: Plan) -> dict[str, Any]:
     for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_params)):
         if device != "none":
             zero[name] = {"device": device, "pin_memory": pin}
+    if plan.offload_optimizer == "nvme":
+        zero["sub_group_size"] = SUB_GROUP
+        zero["offload_optimizer"] |= {"nvme_path": plan.offload_folder, "buffer_count": DISK_BUFFERS}
     half = low_precision(plan)
     return {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed's counts only; see `fitune.parallel.zero`
@@ -74,6 +84,22 @@ def config_of(plan: Plan) -> dict[str, Any]:
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
     }
+
+
+def sub_groups(sizes: Sequence[int]) -> list[int]:
+    """Elements of the groups in which stage 3 updates what is on a disk.
+
+    Args:
+        sizes: of a rank's parts of the parameters, in their order.
+    """
+    if sum(sizes) <= SUB_GROUP:
+        return [sum(sizes)]
+    groups = [0]
+    for size in sizes:
+        if groups[-1] >= SUB_GROUP:
+            groups.append(0)
+        groups[-1] += size
+    return groups
 
 
 def config_json(plan: Plan) -> str | None:

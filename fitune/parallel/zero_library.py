@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,8 +72,11 @@ def card_of_this_rank(device: Any) -> Iterator[None]:
             os.environ["LOCAL_RANK"] = before
 
 
-def check(plan: Plan) -> None:
+def check(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> None:
     """Before a model is loaded.
+
+    Args:
+        tell: what a person should know beforehand (something is compiled, a disk is slow).
 
     Raises:
         UserError: something that DeepSpeed cannot have, or DeepSpeed is not there.
@@ -110,4 +113,8 @@ def check(plan: Plan) -> None:
             "its updates run on the GPU only",
             "use --optimizer adamw or sgd",
         )
-    load_deepspeed(plan.device)
+    deepspeed = load_deepspeed(plan.device)
+    if plan.offload_optimizer == "nvme":
+        from fitune.parallel.zero_disk import check_disk
+
+        check_disk(plan, deepspeed, tell)

@@ -114,9 +114,7 @@ def settled(context: PlanContext, candidate: ladder.Candidate) -> ladder.Candida
         return None
     if plan.accumulation_order == "layer-major" and plan.micro_batch >= context.num_rows(plan):
         return None
-    width, rows = context.row_width(plan), context.num_rows(plan)
-    terms = placement.terms_of(context, candidate.draft, rows)(plan.micro_batch, width, plan.loss_chunk)
-    placed = placement.settled(context, plan, terms, width)
+    placed = placement.settled(context, plan, candidate.terms, context.row_width(plan))
     if placed is None or placed.stream_from == plan.stream_from:
         return candidate if placed is not None else None
     draft = candidate.draft.with_(stream_from=placed.stream_from)
@@ -254,7 +252,7 @@ def search(context: PlanContext, draft: Plan) -> ladder.Search:
     rows = context.num_rows(draft)
     return ladder.Search(
         draft=draft,
-        terms_of=placement.terms_of(context, draft, rows),
+        terms_of=functools.cache(placement.terms_of(context, draft, rows)),
         seconds_of=lambda plan: context.step_time(plan).step_s,
         num_rows=rows,
         width=context.row_width(draft),

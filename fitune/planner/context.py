@@ -90,10 +90,10 @@ class PlanContext:
 
     @cached_property
     def decoder(self) -> Any:
-        """The model's shape for `fitune.speed`."""
+        """The model's shape for `fitune.speed`: one for all ranks, since it keeps what is counted."""
         from fitune.speed.shape import decoder_of
 
-        return decoder_of(self.config)
+        return decoder_of(self.config) if self.whole is None else self.whole.decoder
 
     def changed(self, recipe: Recipe, *, target: Target | None = None, config: Any = None) -> PlanContext:
         """The same job and machine with other settings, on another card or of another model. Its plans are not

@@ -8,7 +8,7 @@ the micro-batch, how many layers recompute, and the loss chunk. Which drafts the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fitune.memory.policies import highest_peaks
 from fitune.memory.replay import Peaks, StepTerms, peaks
@@ -37,7 +37,8 @@ class Candidate:
 
     Attributes:
         draft: the plan it belongs to, without what is decided here.
-        peaks: bytes of tensors.
+        terms: of its step; `accumulates`: whether gradients of earlier micro-batches are there.
+        peak_bytes: of tensors, the highest of all phases.
         cost: predicted seconds of an optimizer step.
     """
 
@@ -45,12 +46,15 @@ class Candidate:
     micro_batch: int
     recompute_layers: int
     loss_chunk: int
-    peaks: Peaks
+    terms: StepTerms
+    accumulates: bool
+    peak_bytes: int
     cost: float
 
     @property
-    def peak_bytes(self) -> int:
-        return max(self.peaks.load, self.peaks.first_step, self.peaks.step, self.peaks.eval, self.peaks.save)
+    def peaks(self) -> Peaks:
+        """Bytes of tensors in each phase."""
+        return peaks(self.terms, self.recompute_layers, self.accumulates)
 
     @property
     def plan(self) -> Plan:
@@ -145,6 +149,7 @@ class Search:
     micro_batch: int | None
     recompute: int | None
     chunk_token_bytes: int = _ENDLESS_BYTES
+    _needs: dict[tuple[int, int, bool], dict[int, int]] = field(default_factory=dict, init=False, repr=False)
 
     def fitting(self, limit_bytes: int) -> list[Candidate]:
         """Every micro-batch that fits, each with the chunk at which it recomputes the fewest layers."""
@@ -219,17 +224,21 @@ class Search:
 
     def needs(self, rows: int, tokens: int, *, alone: bool = False) -> dict[int, int]:
         """Numbers of recomputed layers to try, the cheapest first, to the highest of all phases' peaks."""
-        needs = highest_peaks(self.terms_of(rows, self.width, tokens), self._accumulates(rows, alone))
-        return dict(enumerate(needs)) if self.recompute is None else {self.recompute: needs[self.recompute]}
+        key = rows, tokens, self._accumulates(rows, alone)
+        if key not in self._needs:
+            needs = highest_peaks(self.terms_of(rows, self.width, tokens), key[-1])
+            wanted = range(len(needs)) if self.recompute is None else [self.recompute]
+            self._needs[key] = {layers: needs[layers] for layers in wanted}
+        return self._needs[key]
 
     def _accumulates(self, rows: int, alone: bool) -> bool:
         return rows < self.num_rows and not alone and self.draft.accumulation_order != "layer-major"
 
     def candidate(self, rows: int, layers: int, tokens: int, *, alone: bool = False) -> Candidate:
         """`alone`: as if these rows were the whole step, so that nothing accumulates."""
+        need, accumulates = self.needs(rows, tokens, alone=alone)[layers], self._accumulates(rows, alone)
         terms = self.terms_of(rows, self.width, tokens)
-        reached = peaks(terms, layers, accumulates=self._accumulates(rows, alone))
-        made = Candidate(self.draft, rows, layers, tokens, reached, 0.0)
+        made = Candidate(self.draft, rows, layers, tokens, terms, accumulates, need, 0.0)
         return replace(made, cost=self.seconds_of(made.plan))
 
     def chunks(self) -> list[int]:

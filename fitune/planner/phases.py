@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fitune.memory.host import OFFLOADED
 from fitune.memory.layouts import REPLICATED
 from fitune.memory.phases import Prediction
 from fitune.memory.phases import predict as predict_phases
@@ -80,9 +81,17 @@ def _of_node(prediction: Prediction, ranks: Sequence[Prediction]) -> Prediction:
         if phase.name != "merge":
             all_of_it = [rank.phase(phase.name) for rank in ranks]
             phase = dataclasses.replace(phase, host=added([one.host for one in all_of_it]),
-                                        pinned=added([one.pinned for one in all_of_it]))  # fmt: skip
+                                        pinned=added([one.pinned for one in all_of_it]),
+                                        disk=_with_offloaded(phase.disk, len(ranks)))  # fmt: skip
         phases.append(phase)
     return dataclasses.replace(prediction, phases=tuple(phases))
+
+
+def _with_offloaded(disk: dict[str, int] | None, num_ranks: int) -> dict[str, int] | None:
+    """On a machine's disk each rank has its own offloaded state; all else is there once."""
+    if not disk or OFFLOADED not in disk:
+        return disk
+    return disk | {OFFLOADED: disk[OFFLOADED] * num_ranks}
 
 
 def predicted_of(context: PlanContext, prediction: Prediction) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def resident(plan: Plan) -> Plan:
         return plan.with_(accumulation_order="micro-batch-major", optimizer_place="host", optimizer=BASE,
                           stream_from="none", resident_layers=None)  # fmt: skip
     plan = plan.with_(accumulation_order="micro-batch-major", optimizer_place="device", parallel="none", world_size=1,
-                      offload_optimizer="none", offload_params="none")  # fmt: skip
+                      offload_optimizer="none", offload_params="none", offload_folder=None)  # fmt: skip
     if plan.head_place == "device":
         return plan.with_(stream_from="none", resident_layers=None, offload_inputs=False)
     if plan.streamed_layers():

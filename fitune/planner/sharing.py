@@ -3,6 +3,7 @@ in its terms, and which jobs it cannot do. Which one is taken is `planner.layout
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,9 @@ def drafted(draft: Plan, layout: Layout, recipe: Recipe) -> Plan:
         pinned = "pinned" if draft.device == "cuda" else "pageable"
         changes |= dict(stream_from=pinned, resident_layers=0) if draft.method == "lora" else {}
     elif layout.way in ZERO:
-        changes |= dict(offload_optimizer=recipe.offload_optimizer, offload_params=recipe.offload_params)
+        folder = recipe.offload_folder and os.path.abspath(os.path.expanduser(recipe.offload_folder))
+        changes |= dict(offload_optimizer=recipe.offload_optimizer, offload_params=recipe.offload_params,
+                        offload_folder=folder)  # fmt: skip
     return draft.with_(**changes)
 
 

@@ -30,7 +30,7 @@ _PIECE_ELEMENTS, _PIECE_KERNELS = 4 * 2**20, 24  # of fitune.engine.streamed_upd
 def segments(counter: LayerWork) -> list[Segment]:
     """What a step has of them, in place of an update on the device."""
     plan, params = counter.plan, counter.trained_params()
-    layers = float(sum(layer.params for layer in counter.decoder.layers))
+    layers = float(sum(layer.params * count for layer, count in counter.decoder.kinds))
     groups = 1 if counter.layer_major else counter.micro_batches
     width = 4 if counter.layer_major and counter.micro_batches > 1 else counter.element
     # a norm reads what has come (in 16 bits by way of a copy in fp32); each further group is added to a sum in fp32

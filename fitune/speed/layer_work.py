@@ -8,7 +8,10 @@ family's layers on `meta`. Shapes: M tokens of a micro-batch, T tokens of a row,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from fitune.plan import Plan
 from fitune.speed.segments import Gemm, Segment, Workload
@@ -20,6 +23,10 @@ SCALE_BYTES = {True: (1 + 4 / 256) / 64, False: 4 / 64}  # of a 4-bit weight, by
 TILE = 128  # rows of a product's tile on the device
 WIDE_ROTARY_BACKWARD = 2.2  # of the forward pass's traffic, counted by operation
 BLOCK_QUERIES = 256  # rows of a block of fitune.model.attention's blockwise kernel
+DEPENDS_ON = (
+    "batch", "micro_batch", "method", "base_format", "double_quant", "adapter", "device", "precision", "attention",
+)  # fmt: skip
+"""What of a plan the work of a layer depends on, besides the data and the number of pieces of its MLP."""
 
 
 @dataclass
@@ -38,26 +45,27 @@ class Count:
     scores: float = 0.0
     wide_rotated: float = 0.0
 
+    @cached_property
+    def products(self) -> tuple[Gemm, ...]:
+        """Equal products as one with their count; grouped ones stay apart, since their count fills the device. (Asked
+        for once all are there.)"""
+        counts: Counter[tuple[float, float, float, bool]] = Counter()
+        for g in self.gemms:
+            if not g.grouped:
+                counts[g.m, g.n, g.k, g.narrow] += g.count
+        merged = (Gemm(m, n, k, count, narrow=narrow) for (m, n, k, narrow), count in counts.items())
+        return (*merged, *(g for g in self.gemms if g.grouped))
+
     def segment(
         self, phase: str, name: str, times: int, link_in: float = 0.0, link_out: float = 0.0, transfers: float = 0.0
     ) -> Segment:
         return Segment(
-            phase, name, times, _merged(self.gemms), attention_flops=self.attention,
+            phase, name, times, self.products, attention_flops=self.attention,
             attention_backward=name == "backward", scores=self.scores, skinny_bytes=self.skinny,
             memory_bytes=self.memory, unpack_bytes=self.unpack, dropout_elements=self.dropout,
             wide_rotated=self.wide_rotated, kernels=self.kernels, calls=self.calls, unpacks=self.unpacks,
             transfers=transfers, link_in_bytes=link_in, link_out_bytes=link_out,
         )  # fmt: skip
-
-
-def _merged(gemms: list[Gemm]) -> tuple[Gemm, ...]:
-    """Equal products as one with their count; grouped ones stay apart, since their count fills the device."""
-    counts: Counter[tuple[float, float, float, bool]] = Counter()
-    for g in gemms:
-        if not g.grouped:
-            counts[g.m, g.n, g.k, g.narrow] += g.count
-    merged = (Gemm(m, n, k, count, narrow=narrow) for (m, n, k, narrow), count in counts.items())
-    return (*merged, *(g for g in gemms if g.grouped))
 
 
 class LayerWork:
@@ -75,6 +83,8 @@ class LayerWork:
         self.dropout = plan.adapter is not None and plan.adapter.dropout > 0
         self.four_bit = plan.base_format in ("nf4", "fp4")
         self.dense = plan.base_format == plan.precision
+        which = tuple(getattr(plan, name) for name in DEPENDS_ON)
+        self._counts: dict[tuple[Any, ...], Count] = decoder.counts.setdefault((load, which), {})
 
     # ---- weights ----
 
@@ -92,14 +102,15 @@ class LayerWork:
         if self.full:
             return float(self.decoder.params)
         r = self.plan.adapter.r if self.plan.adapter else 0
+        kinds = self.decoder.kinds
         return float(
-            sum(r * (m.inputs + m.outputs) for layer in self.decoder.layers for m in layer.linears if self.adapted(m))
+            sum(r * (m.inputs + m.outputs) * count for layer, count in kinds for m in layer.linears if self.adapted(m))
         )
 
     def trained_tensors(self) -> int:
         if self.full:
-            return sum(len(layer.linears) + layer.num_norms + 2 for layer in self.decoder.layers) + 3
-        return 2 * sum(self.adapted(m) for layer in self.decoder.layers for m in layer.linears)
+            return sum((len(layer.linears) + layer.num_norms + 2) * count for layer, count in self.decoder.kinds) + 3
+        return 2 * sum(self.adapted(m) * count for layer, count in self.decoder.kinds for m in layer.linears)
 
     def _unpack(self, count: Count, params: float, uses: int = 1) -> None:
         """Uses of a stored weight in another format than the compute dtype."""
@@ -110,6 +121,13 @@ class LayerWork:
         count.unpacks += uses * self.four_bit
 
     # ---- a layer ----
+
+    def counted(self, way: Callable[..., Count], layer: Layer, *how: int) -> Count:
+        """What `forward`, `again` or `backward` counts, counted once for all plans that differ in nothing it sees."""
+        key = way.__name__, id(layer), how
+        if key not in self._counts:
+            self._counts[key] = way(layer, *how)
+        return self._counts[key]
 
     def forward(self, layer: Layer, tiles: int = 1) -> Count:
         """A forward pass; its gated MLP in `tiles` pieces of tokens."""

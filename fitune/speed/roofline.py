@@ -101,11 +101,13 @@ def phases_of(work: StepWork, card: CardRates, fitted: Fitted) -> list[Phase]:
     made = []
     if card.kind == "cpu":
         card = replace(card, link_bytes_per_s=card.memory_bytes_per_s)
+    distinct = {id(s.gemms): s.gemms for s in work.segments}  # layers that differ in their copies share products
+    products = {key: _products(gemms, card.flops[work.precision], card, fitted) for key, gemms in distinct.items()}
     for name in dict.fromkeys(s.phase for s in work.segments):
         segments = [s for s in work.segments if s.phase == name]
         device: dict[str, float] = {}
         for segment in segments:
-            for part, seconds in _device(segment, work, card, fitted).items():
+            for part, seconds in _device(segment, products[id(segment.gemms)], work, card, fitted).items():
                 device[part] = device.get(part, 0.0) + seconds * segment.times
         host = sum(_host(s, card, fitted) * s.times for s in segments)
         ways = (sum(s.link_in_bytes * s.times for s in segments), sum(s.link_out_bytes * s.times for s in segments))
@@ -123,14 +125,15 @@ def _host(segment: Segment, card: CardRates, fitted: Fitted) -> float:
     return card.host_factor * (segment.kernels * fitted.host_kernel_s + python_s)
 
 
-def _device(segment: Segment, work: StepWork, card: CardRates, fitted: Fitted) -> dict[str, float]:
-    """Seconds of one repetition on the device, by part."""
+def _device(
+    segment: Segment, matmul_s: float, work: StepWork, card: CardRates, fitted: Fitted
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of one repetition on the device, by part. `matmul_s`: of its products."""
     bandwidth = card.memory_bytes_per_s
     if segment.phase == "optimizer":
         kernel_s = constants.CPU_KERNEL_S if card.kind == "cpu" else fitted.kernel_s
         seconds = segment.memory_bytes / (bandwidth * fitted.update_share) + segment.kernels * kernel_s
         return {"update": seconds}
-    rate = card.flops[work.precision]
     share = card.attention_share
     if segment.attention_backward:
         share *= fitted.attention_backward_share / fitted.attention_forward_share
@@ -142,7 +145,7 @@ def _device(segment: Segment, work: StepWork, card: CardRates, fitted: Fitted) -
     memory += segment.dropout_elements * dropout_bytes + segment.wide_rotated * fitted.wide_rotary_bytes
     kernel_s = constants.CPU_KERNEL_S if card.kind == "cpu" else fitted.kernel_s
     return {
-        "matmul": _products(segment.gemms, rate, card, fitted),
+        "matmul": matmul_s,
         "attention": attention,
         "memory": memory / (bandwidth * fitted.memory_share),
         "unpack": segment.unpack_bytes / (card.unpack_bytes_per_s or bandwidth * fitted.unpack_share),

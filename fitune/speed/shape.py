@@ -7,7 +7,9 @@ between embedding and layers (7 %).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +78,7 @@ class Layer:
     gated: bool
     mlp_width: int
 
-    @property
+    @cached_property
     def params(self) -> int:
         """Frozen matrix elements stored, all experts counted."""
         stored = self.experts.stored * self.experts.params_each if self.experts else 0
@@ -91,7 +93,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model: its layers in order, its head. `known`: the configuration is of a family this file knows."""
+    """A model: its layers in order, its head. Layers that are alike are one object.
+
+    Attributes:
+        known: the configuration is of a family this file knows.
+        counts: the work of its layers that has been counted (`LayerWork.counted`), by what of a plan it depends on.
+    """
 
     layers: tuple[Layer, ...]
     hidden: int
@@ -99,11 +106,19 @@ class Decoder:
     tied: bool
     capped_logits: bool
     known: bool
+    counts: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    @property
+    @cached_property
+    def kinds(self) -> list[tuple[Layer, int]]:
+        """Its different layers, and how many there are of each."""
+        by_id = {id(layer): layer for layer in self.layers}  # hashing a layer costs more than counting it
+        return [(by_id[key], count) for key, count in Counter(map(id, self.layers)).items()]
+
+    @cached_property
     def params(self) -> int:
         """Matrix elements of layers, embedding and (untied) head."""
-        return sum(layer.params for layer in self.layers) + self.hidden * self.vocab * (1 if self.tied else 2)
+        stored = sum(layer.params * count for layer, count in self.kinds)
+        return stored + self.hidden * self.vocab * (1 if self.tied else 2)
 
     @property
     def active_params(self) -> int:

@@ -58,8 +58,8 @@ def _of_card(plan: Plan, decoder: Decoder, card: CardRates, links: Links, worklo
         work = _sliced(plan, decoder, workload or Workload(plan.seq_len))
         tokens, waited = work.tokens * ranks, _context_parallel_s(plan, decoder, work, links)
     else:
-        shards = dict(stream_from="shards", resident_layers=0) if plan.parallel == "zero3" else {}
-        work = step_work(plan.with_(**shards), decoder, workload)
+        own = plan.with_(stream_from="shards", resident_layers=0) if plan.parallel == "zero3" else plan
+        work = step_work(own, decoder, workload)
         tokens = work.tokens * ranks
         if plan.parallel in ("fsdp2", "zero3"):
             work, card = _gathered(plan, decoder, work, card, links)

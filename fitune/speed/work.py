@@ -14,7 +14,7 @@ from collections import Counter
 
 from fitune.plan import Plan
 from fitune.speed import host_update
-from fitune.speed.layer_work import Count, LayerWork
+from fitune.speed.layer_work import LayerWork
 from fitune.speed.segments import Gemm, Segment, StepWork, Workload
 from fitune.speed.shape import Decoder, truncated
 
@@ -37,7 +37,7 @@ def step_work(plan: Plan, decoder: Decoder, workload: Workload | None = None) ->
         device=plan.device,
         source=plan.stream_from,
         attention=plan.attention,
-        rough=not decoder.known or any(layer.kind == "linear" for layer in decoder.layers),
+        rough=not decoder.known or any(layer.kind == "linear" for layer, _ in decoder.kinds),
     )
 
 
@@ -57,7 +57,7 @@ def _layer_segments(counter: MicroBatch) -> list[Segment]:
     streamed = plan.streamed_layers()
     passing, held_forward = set(streamed), set(streamed[: plan.ring_buffers])
     held_backward = set(streamed[-plan.ring_buffers :]) if plan.head_place == "device" else set()
-    by_id = {id(layer): layer for layer in layers}  # hashing a layer costs more than counting it
+    by_id = {id(layer): layer for layer, _ in counter.decoder.kinds}
     fates = Counter(
         (id(layer), i < plan.recompute_layers, i == 0, i in passing, i in passing and i not in held_forward,
          i in passing and i not in held_backward)
@@ -66,7 +66,6 @@ def _layer_segments(counter: MicroBatch) -> list[Segment]:
     fetches = 1.0 if counter.layer_major else float(counter.micro_batches)
     share = fetches / counter.micro_batches  # of a micro-batch
     made = []
-    counts: dict[tuple[int, bool, bool], tuple[Count, Count | None, Count]] = {}
     for (key, recomputed, first, entered, copied_forward, copied_backward), count in fates.items():
         layer, times = by_id[key], count * counter.micro_batches
         weights = counter.stored_bytes(layer) * share
@@ -74,15 +73,11 @@ def _layer_segments(counter: MicroBatch) -> list[Segment]:
         inputs = counter.hidden_bytes if offloaded else 0.0
         orders = entered * share + offloaded
         tiles = plan.mlp_tiles if recomputed else 1
-        which = key, recomputed, first
-        if which not in counts:  # layers that differ in nothing but their copies are counted once
-            again = counter.again(layer, tiles) if recomputed else None
-            backward = counter.backward(layer, first and not counter.full, tiles)
-            counts[which] = counter.forward(layer, tiles), again, backward
-        forward, again, backward = counts[which]
+        forward = counter.counted(counter.forward, layer, tiles)
         made.append(forward.segment("forward", "forward", times, weights * copied_forward, inputs, orders))
-        if again is not None:
-            made.append(again.segment("backward", "recompute", times))
+        if recomputed:
+            made.append(counter.counted(counter.again, layer, tiles).segment("backward", "recompute", times))
+        backward = counter.counted(counter.backward, layer, first and not counter.full, tiles)
         link = weights * copied_backward + inputs
         made.append(backward.segment("backward", "backward", times, link, transfers=orders))
     return made

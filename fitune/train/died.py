@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fitune import plan as plans
 from fitune import recipe as recipes
 from fitune.errors import EXIT_FAILED, UserError
+from fitune.parallel.forwarding import signal_name
 from fitune.recipe import Recipe
 from fitune.train.oom import DEVICE, HOST, PEER, PINNED, MemoryFailure, classify_text
 
@@ -73,7 +74,7 @@ def diagnose(
         if number == 0 and code != 0 and said is not None and said.source == "bitsandbytes":
             return Death(said.line, said, is_certain=True)
         return None
-    name = _signal_name(number)
+    name = signal_name(number)
     if number == signal.SIGKILL:
         counted = kills_before is not None and kills_after is not None and kills_after > kills_before
         by_hand = "it was killed (SIGKILL), by the system or by hand"
@@ -82,13 +83,6 @@ def diagnose(
     if said is not None:
         return Death(f"{said.line} ({name})", said, is_certain=True)
     return Death(f"it was ended by {name}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def tell_end(folder: Path, code: int, text: str, step: int) -> None:
@@ -119,6 +113,9 @@ def _write(run: RunFolder, event: str, **fields: Any) -> None:
 
     with EventLog(run.events_path) as log:
         log.write(event, **fields)
+
+
+_FOLLOWS = ("predicted", "reasons")  # of a plan: what its other fields lead to
 
 
 class Restarts:
@@ -201,8 +198,9 @@ class Restarts:
             return None
         before = run.path / f"plan.{told}.json" if told else run.plan_path
         old, new = (plans.from_json(path.read_text(encoding="utf-8")) for path in (before, run.current_plan_path))
-        changed = [f"{name.replace('_', '-')} {getattr(old, name)} -> {value}" for name, value in vars(new).items()
-                   if value != getattr(old, name)]  # fmt: skip
+        names = [name for name, value in vars(new).items() if value != getattr(old, name) and name not in _FOLLOWS]
+        changed = [f"{name.replace('_', '-')} {getattr(old, name)} -> {getattr(new, name)}"
+                   if name != "shares" else "the ranks' shares" for name in names]  # fmt: skip
         return (number, ", ".join(changed)) if changed else None
 
     def _tell(self, death: Death, code: int, step: int, last: int, change: str, number: int | None) -> None:

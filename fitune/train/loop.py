@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitune import plan as plans
 from fitune.data.readers import DEMO
-from fitune.errors import EXIT_DONE, EXIT_FAILED, UserError
+from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESTART, ToldElsewhere, UserError
 from fitune.parallel.world import SAME_RECORDS, Single
 from fitune.parallel.zero_config import config_json
 from fitune.plan import Plan
@@ -34,7 +33,6 @@ from fitune.train.result import TrainResult, eval_losses, finished_result
 from fitune.train.run_folder import RunFolder
 from fitune.train.saver import Saver
 from fitune.train.signals import EXIT_CODES, Stopped, StopSignals
-from fitune.train.supervise import EXIT_RESTART
 from fitune.units import from_gib
 
 if TYPE_CHECKING:
@@ -71,6 +69,7 @@ class Run:
     skipped: int = 0  # steps in a row that were left out
     pulse: Pulse = field(default_factory=lambda: Pulse(nobody))  # called wherever something has been done
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    has_loaded: bool = False  # the model, in this process
 
     @property
     def own_plan(self) -> Plan:
@@ -82,14 +81,6 @@ class Run:
         ram_bytes = from_gib(self.recipe.ram) if self.recipe.ram else None
         folder, keep = self.folder.checkpoints_path, self.recipe.keep_checkpoints
         return Saver(folder, keep, ram_bytes=ram_bytes, group=self.group)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over the training records' tokens and labels."""
-        digest = hashlib.sha256()
-        for record in self.session.data.train:
-            digest.update(len(record).to_bytes(8, "little") + record.input_ids.tobytes() + record.labels.tobytes())
-        return digest.hexdigest()
 
     @functools.cached_property
     def stream(self) -> StepStream:
@@ -171,14 +162,16 @@ def _run(
 ) -> TrainResult:  # fmt: skip
     """`asked` is what is stored: of several ranks each one's `recipe` names no other GPU than its own."""
     if resume is None and group.elastic:
-        resume = group.share(_same_run(asked))
+        with ranks.together(group):
+            found = _same_run(asked) if group.is_leader else None
+        resume = group.share(found)
     if resume is None:
         active = _start(recipe, asked, group, show)
     else:
-        with group.leader_first():
+        with ranks.together(group, by_node=True):
             folder = RunFolder.open_existing(resume)
         show({"event": "folder", "run_folder": str(folder.path), "lang": recipe.lang})
-        finished = finished_result(folder)
+        finished = group.share(finished_result(folder))
         if finished is not None:
             show({"event": "notice", "text": f"{folder.path} is finished already: nothing is left to train"})
             return finished
@@ -192,23 +185,23 @@ def _run(
 
 
 def _start(recipe: Recipe, asked: Recipe, group: Single, show: OnEvent) -> Run:
-    sessions.check_machine(recipe)
-    ranks.check(recipe, group.size)
-    with group.leader_first():
+    with ranks.together(group, by_node=True):
+        sessions.check_machine(recipe)
+        ranks.check(recipe, group.size)
         session = sessions.open_session(recipe)
-    made = None
-    if group.is_leader:
-        result = ranks.plan_for(session, group)
-        plan = sessions.require_fit(result)
-        ranks.check_plan(plan)
-        out = Path(recipe.out) if recipe.out else None
-        created = RunFolder.create(out, recipe.model, _with_whole_paths(asked).to_yaml(), plan.to_json(),
-                                   deepspeed_json=config_json(plan))  # fmt: skip
-        show({"event": "folder", "run_folder": str(created.path), "lang": recipe.lang})
-        show({"event": "plan", "run_folder": str(created.path), **result.as_dict()})
-        made = plan, created.path.resolve() if group.size > 1 else created.path
-    plan, path = group.share(made)  # type: ignore[misc]
-    return _active(recipe, plan, group, RunFolder(path), session, show)
+    ranks.check_same(session, group)
+    result = ranks.planned_together(session, group)
+    plan, path = result.plan, None
+    ranks.check_plan(plan, group, show)
+    with ranks.together(group):
+        if group.is_leader:
+            out = Path(recipe.out) if recipe.out else None
+            created = RunFolder.create(out, recipe.model, _with_whole_paths(asked).to_yaml(), plan.to_json(),
+                                       deepspeed_json=config_json(plan))  # fmt: skip
+            show({"event": "folder", "run_folder": str(created.path), "lang": recipe.lang})
+            show({"event": "plan", "run_folder": str(created.path), **result.as_dict()})
+            path = created.path.resolve() if group.size > 1 else created.path
+    return _active(recipe, plan, group, RunFolder(group.share(path)), session, show)  # type: ignore[arg-type]
 
 
 def _same_run(recipe: Recipe) -> Path | None:
@@ -225,7 +218,8 @@ def _active(
     num_steps = recipe.num_steps(len(session.data.train))
     if group.size == 1:
         return Run(recipe, plan, folder, EventLog(folder.events_path), session, show, num_steps)
-    log = EventLog(folder.events_path) if group.is_leader else ranks.SilentLog(folder.events_path)
+    with ranks.together(group):
+        log = EventLog(folder.events_path) if group.is_leader else ranks.SilentLog(folder.events_path)
     return Run(recipe, plan, folder, log, session, show, num_steps, stop=ranks.SharedStop(group),
                agree=ranks.Agreement(group), group=group)  # fmt: skip
 
@@ -233,7 +227,7 @@ def _active(
 def _with_whole_paths(recipe: Recipe) -> Recipe:
     """For the run folder: local files by their whole paths, so that the run can be resumed from another folder."""
     changes = {}
-    for name in ("model", "data", "eval_data"):
+    for name in ("model", "data", "eval_data", "offload_folder"):
         value = getattr(recipe, name)
         path = Path(value or "").expanduser()
         if value and value != DEMO and path.exists():
@@ -242,17 +236,19 @@ def _with_whole_paths(recipe: Recipe) -> Recipe:
 
 
 def _reopen(recipe: Recipe, asked: Recipe, group: Single, folder: RunFolder, show: OnEvent) -> Run:
-    plan = plans.from_json(folder.current_plan_path.read_text(encoding="utf-8"))
-    saved = checkpoint.load_latest(folder.checkpoints_path, with_tensors=False)
-    date = saved.values.get("date") if saved is not None else None
-    ranks.check(recipe, group.size)
-    with group.leader_first():
+    with ranks.together(group, by_node=True):
+        plan = plans.from_json(folder.current_plan_path.read_text(encoding="utf-8"))
+        saved = checkpoint.load_latest(folder.checkpoints_path, with_tensors=False)
+        date = saved.values.get("date") if saved is not None else None
+        ranks.check(recipe, group.size)
         session = sessions.open_session(recipe, date=datetime.date.fromisoformat(date) if date else None)
+    ranks.check_same(session, group)
     active = _active(recipe, plan, group, folder, session, show)
     active.load_history()
     active.saver.frugal = any(event.get("change") == FRUGAL for event in active.events_of("replan"))
     try:
         plan_here(active)
+        ranks.check_plan(active.plan, group, show)
         if group.is_leader:
             folder.store_recipe(asked)
     except BaseException:
@@ -264,9 +260,10 @@ def _reopen(recipe: Recipe, asked: Recipe, group: Single, folder: RunFolder, sho
 @contextmanager
 def _loggers(active: Run, is_new: bool) -> Iterator[None]:
     try:
-        active.loggers = open_loggers(active.recipe.log_to if active.group.is_leader else [], active.folder)
+        with ranks.together(active.group):
+            active.loggers = open_loggers(active.recipe.log_to if active.group.is_leader else [], active.folder)
     except UserError:
-        if is_new:  # nothing has happened yet: leave nothing behind
+        if is_new and active.group.is_leader:  # nothing has happened yet: leave nothing behind
             _discard(active)
         raise
     try:
@@ -292,6 +289,7 @@ def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
     except Restart as wanted:
         raise _ended(active, wanted.failure, supervised) from wanted
     except UserError as problem:
+        active.group.leave_word(problem)
         raise _failed(active, problem) from problem
     except Exception as problem:
         line = next(iter(str(problem).splitlines()), type(problem).__name__)
@@ -301,6 +299,7 @@ def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
         if found is not None:
             words = UserError(f"out of memory at step {active.step + 1}", line,
                               "use a smaller --micro-batch or --vram", EXIT_FAILED)  # fmt: skip
+            active.group.leave_word(words)
             raise _failed(active, words) from problem
         _end(active, "failed", line)
         _write_report(active)
@@ -316,14 +315,21 @@ def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
 
 def _ended(active: Run, failure: MemoryFailure, supervised: bool) -> UserError:
     """After a failure with which only another process can go on; who starts that one tells of it."""
+    said = active.group.last_word() if failure.where == PEER else None
+    if said is not None:  # in the words of the one that has ended
+        return _failed(active, said)
     if failure.where == LOST:
         what = "the device does not answer any more"
     elif failure.where == PEER:
-        what = "another process of this run has ended, or hangs"
+        what = ranks.PEER_GONE
     else:
         what = f"out of {PLACES[failure.where]}, and this process cannot go on with the device"
     problem = UserError(what, failure.line, "", EXIT_RESTART if supervised else EXIT_FAILED)
-    return problem if supervised else _failed(active, problem)
+    if supervised:
+        return problem
+    if failure.where != PEER:
+        active.group.leave_word(problem)
+    return _failed(active, problem)
 
 
 def _failed(active: Run, problem: UserError) -> UserError:
@@ -333,7 +339,8 @@ def _failed(active: Run, problem: UserError) -> UserError:
         work.report_saved(active, active.saver.wait())
     _end(active, "failed", problem.what)
     _write_report(active)
-    return UserError(problem.what, problem.why, _with_checkpoint(active, problem.fix), problem.exit_code)
+    kind = ToldElsewhere if isinstance(problem, ToldElsewhere) else UserError
+    return kind(problem.what, problem.why, _with_checkpoint(active, problem.fix), problem.exit_code)
 
 
 def _with_checkpoint(active: Run, fix: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fitune.plan import Plan
 from fitune.recipe import QUANTISED_FORMATS
 from fitune.train import session as sessions
-from fitune.train.ranks import check_plan, plan_for
+from fitune.train.ranks import check_plan, planned_together
 from fitune.train.recover import store_plan
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def plan_here(active: Run) -> None:
     if same_devices:
         recipe = recipe.with_(base_format=plan.base_format, precision=plan.precision)
     active.session.recipe = recipe
-    found = _planned_together(active)
+    found = planned_together(active.session, active.group).plan
     kept = ("method", "adapter", "optimizer", "seq_len", "batch", "packing", "lr", "schedule", "warmup", "weight_decay",
             "clip", "seed")  # fmt: skip
     new = found.with_(**{name: getattr(plan, name) for name in kept})
-    check_plan(new)
+    check_plan(new, active.group, active.on_event)
     before, after = _places(plan, new, same_devices)
     change = f"{before} -> {after}: {_differences(plan, new)}"
     where, cause = ("layout", f"resumed with --parallel {new.parallel}") if same_devices else MOVED
@@ -65,13 +65,6 @@ def _cards(plan: Plan) -> str:
     if plan.shares:
         return " + ".join(share.card for share in plan.shares)
     return f"{plan.world_size} x {plan.device_name}"
-
-
-def _planned_together(active: Run) -> Plan:
-    made = sessions.require_fit(plan_for(active.session, active.group)) if active.group.is_leader else None
-    found = active.group.share(made)
-    assert found is not None
-    return found
 
 
 def _same_job(recipe: Recipe, plan: Plan) -> Recipe:

@@ -7,13 +7,15 @@ all ranks take the same way; what only one of them learns is told to all before 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fitune.errors import UserError
+from fitune.errors import EXIT_FAILED, UserError
 from fitune.parallel import world as worlds
 from fitune.parallel.world import Single
 from fitune.parallel.zero_config import stage_of
@@ -28,7 +30,11 @@ if TYPE_CHECKING:
     from fitune.hardware import Device
     from fitune.planner import PlanResult
 
+PEER_GONE = "another process of this run has ended, or hangs"
 STOP = "stop"  # a failure's `where`: no failure, the step is given up because the process is being ended
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -36,37 +42,129 @@ def joined(recipe: Recipe) -> Iterator[tuple[Single, Recipe]]:
     """The group that this process belongs to, and the recipe as this rank obeys it (its own card is the only one).
 
     Raises:
-        UserError: more processes than GPUs.
+        UserError: a process cannot begin (too few GPUs, say), or they have not come for the same job; or one is gone
+            before the run has begun.
     """
     world = worlds.from_environment()
     if world is None:
         yield Single(), recipe
         return
-    from fitune.parallel.group import Group
+    from fitune.parallel.group import TIMEOUT_S, Group
+    from fitune.parallel.start import meet
 
-    on_cpu = (recipe.devices or "").strip().lower() == "cpu" or not _has_gpus()
-    if not on_cpu:
-        os.environ[worlds.VISIBLE] = worlds.card_of(world, recipe.devices, os.environ.get(worlds.VISIBLE))
-        recipe = recipe.with_(devices=None)
-    group = Group(world, "cpu" if on_cpu else "cuda")
-    group.cards = tuple(group.gather(_own_card())) if not on_cpu else ()
+    own, card, problem = recipe, None, None
     try:
-        yield group, recipe
+        own, card = _own_place(recipe, world)
+    except UserError as error:
+        problem = error
+    device = "cpu" if card is None else "cuda"
+    group = Group(world, device, store=meet(world, recipe, device, problem, TIMEOUT_S))
+    group.cards = tuple(group.gather(card)) if card is not None else ()
+    try:
+        yield group, own
+    except RuntimeError as error:
+        found = classify(error)
+        if found is None or found.where != PEER:
+            raise
+        raise UserError(PEER_GONE, found.line, "see the messages of the others", EXIT_FAILED) from error
     finally:
         group.close()
 
 
-def _has_gpus() -> bool:
+def _own_place(recipe: Recipe, world: worlds.World) -> tuple[Recipe, Device | None]:
+    """The recipe as this rank obeys it, and its card, from now on the only one that it sees; None on the CPU.
+
+    Raises:
+        UserError: there is none for it, or this torch cannot use it.
+    """
     from fitune import hardware
 
-    return bool(hardware.probe().devices)
+    sessions.check_machine(recipe)
+    there = hardware.probe().devices
+    if (recipe.devices or "").strip().lower() == "cpu" or not there:
+        return recipe, None
+    name = worlds.card_of(world, recipe.devices, os.environ.get(worlds.VISIBLE), len(there))
+    os.environ[worlds.VISIBLE] = name
+    seen = hardware.probe().devices
+    if not seen:
+        raise UserError(f"GPU {name} cannot be used", "the driver does not show it to this process",
+                        "name others with --devices")  # fmt: skip
+    return recipe.with_(devices=None), seen[0]
 
 
-def _own_card() -> Device:
-    """The one card that this rank sees."""
-    from fitune import hardware
+@contextmanager
+def announced() -> Iterator[None]:
+    """What a process does before `joined`: a problem there ends the others too, which wait for it.
 
-    return hardware.probe().devices[0]
+    Raises:
+        UserError: the problem; where the first process tells it, `ToldElsewhere`.
+    """
+    try:
+        yield
+    except UserError as problem:
+        world = worlds.from_environment()
+        if world is None:
+            raise
+        from fitune.parallel.group import TIMEOUT_S
+        from fitune.parallel.start import meet
+
+        meet(world, None, "cpu", problem, TIMEOUT_S)
+        raise
+
+
+@contextmanager
+def together(group: Single, *, by_node: bool = False) -> Iterator[None]:
+    """A part of the start that all ranks do, or none: what goes wrong on one ends all, with one message.
+
+    Args:
+        by_node: the first rank of each node does it alone (a download), then the others.
+
+    Raises:
+        UserError: the first problem of any rank; where the first rank tells it, `ToldElsewhere`.
+    """
+    if group.size == 1:
+        yield
+        return
+    from fitune.parallel.start import as_told, one_problem
+
+    problem, own = None, None
+    try:
+        with group.leader_first() if by_node else nullcontext():
+            yield
+    except UserError as error:
+        problem = error
+    except Exception as error:  # noqa: BLE001 raised again as soon as the others know
+        line = next(iter(str(error).splitlines()), "")
+        own, problem = error, UserError(f"a process has failed: {type(error).__name__}", line, "", EXIT_FAILED)
+    told = group.gather((socket.gethostname(), as_told(problem)))
+    if own is not None:
+        raise own
+    found = one_problem(group.rank, told)
+    if found is not None:
+        raise found from problem
+
+
+def check_same(session: sessions.Session, group: Single) -> None:
+    """Raises UserError where the ranks have not read the same records or not the same model's configuration; where the
+    first rank tells it, `ToldElsewhere`."""
+    if group.size == 1:
+        return
+    from fitune.parallel.start import differing
+
+    config = {name: value for name, value in session.config.to_dict().items() if name != "_name_or_path"}
+    mine = {
+        "models": hashlib.sha256(repr(sorted(config.items())).encode()).hexdigest(),
+        "training records": session.fingerprint,
+        "held-out records": session.fingerprint_eval,
+    }
+    told = group.gather((socket.gethostname(), mine))
+    for name in mine:
+        values = [f"the checksum {sums[name][:8]}" for _, sums in told]
+        fix = f"put the same {'model folder' if name == 'models' else 'data and tokenizer'} on every machine"
+        found = differing(group.rank, values, [host for host, _ in told],
+                          f"the processes of this run have read different {name}", fix)  # fmt: skip
+        if found is not None:
+            raise found
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -85,16 +183,36 @@ def plan_for(session: sessions.Session, group: Single) -> PlanResult:
     return sessions.plan_session(session, ranks=Ranks(group.size, group.local_size, group.cards))
 
 
-def check_plan(plan: Plan) -> None:
-    """Before anything of a plan is stored: what the library that it needs cannot do, or that it is not there.
+def planned_together(session: sessions.Session, group: Single) -> PlanResult:
+    """The first rank's plan, on all of them.
+
+    Raises:
+        UserError: as `plan_for`, or the job does not fit (exit code 3).
+    """
+    made = None
+    with together(group):
+        if group.is_leader:
+            made = plan_for(session, group)
+            sessions.require_fit(made)
+    made = group.share(made)
+    assert made is not None
+    return made
+
+
+def check_plan(plan: Plan, group: Single, show: Callable[[dict[str, Any]], None]) -> None:
+    """Before anything of a plan is stored: what the library that it needs cannot do, or that it is not on a machine.
+
+    Args:
+        show: takes the event of a notice.
 
     Raises:
         UserError: see `fitune.parallel.zero_library.check`.
     """
-    if stage_of(plan) is not None:
-        from fitune.parallel.zero_library import check as check_zero
+    with together(group):
+        if stage_of(plan) is not None:
+            from fitune.parallel.zero_library import check as check_zero
 
-        check_zero(plan)
+            check_zero(plan, lambda text: show({"event": "notice", "text": text}))
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------

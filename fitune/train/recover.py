@@ -249,19 +249,23 @@ def replan(active: Run, failure: MemoryFailure, phase: str) -> Plan:
     found = next_notch(active.plan, fixed, where=where, phase=phase, rank=failure.rank)
     if found is None and where == PINNED:
         found = next_notch(active.plan, fixed, phase=phase, rank=failure.rank)
-    if found is None and where == HOST and not active.saver.frugal:
+    # A process that only begins to load has saved nothing, and has left nothing behind that a new one would not find.
+    if found is None and where == HOST and active.has_loaded and not active.saver.frugal:
         active.saver.frugal = True
         found = active.plan, FRUGAL
-    if found is None and failure.fatal and where == "device":
+    if found is None and failure.fatal and where == "device" and active.has_loaded:
         found = active.plan, UNCHANGED  # a new process may find what this one's remains took
     if not failure.untold:
         found = active.group.share(found)  # one way for all: a rank may know of a copy that it could not make
     if found is None:
         place = "GPU" if where == "device" else "host"
+        when, shorter = f"at step {active.step + 1}", "a shorter --seq-len, "
+        if phase == "load":
+            when, shorter = "while loading", ""
         raise UserError(
-            f"out of {place} memory at step {active.step + 1}, and nothing is left to change",
+            f"out of {place} memory {when}, and nothing is left to change",
             failure.line,
-            "use a shorter --seq-len, a quantised base (--method qlora), or a card with more memory",
+            f"use {shorter}a quantised base (--method qlora), or a card with more memory",
             EXIT_DOES_NOT_FIT,
         )
     plan, change = found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from fitune.data.dataset import DataSet
+    from fitune.data.records import Record
     from fitune.engine.engine import Engine
     from fitune.model.build import Built
     from fitune.model.source import ModelSource
@@ -34,6 +37,23 @@ class Session:
     config: Any
     tokenizer: Any
     data: DataSet
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the training records' tokens and labels."""
+        return _digest(self.data.train)
+
+    @functools.cached_property
+    def fingerprint_eval(self) -> str:
+        """The same of the held-out records."""
+        return _digest(self.data.eval)
+
+
+def _digest(records: Sequence[Record]) -> str:
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(len(record).to_bytes(8, "little") + record.input_ids.tobytes() + record.labels.tobytes())
+    return digest.hexdigest()
 
 
 def check_machine(recipe: Recipe) -> None:

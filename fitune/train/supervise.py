@@ -25,18 +25,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_TERMINATED, UserError
 from fitune.parallel.forwarding import FORWARDED, handled
 from fitune.train.died import Death, Restarts, diagnose, tell_end
 from fitune.train.oom import oom_kills
 from fitune.train.pulse import BEAT, LEAST_S, Patience
 from fitune.units import format_duration
 
-EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: the worker has changed its plan and wants a new process
 ENVIRONMENT = "FITUNE_WORKER"
 UNSUPERVISED = "none"  # of a rank whose launcher has no supervisor
 _TAIL_BYTES = 64 << 10
 _LOOK_S, _POLL_S = 30.0, 0.05  # how often the clock, and a worker that ends, are looked at
+_EAR_S = 5.0  # what a first rank that has ended told is read at once; a process that it left may hold the line
+_BEFORE_WORK = ("folder", "plan", "replan", "notice")  # kinds of events that a run has before any work on it
 _TOLD = ("event", "step", "status", "run_folder", "expected_s")
 _SHELL_SIGNAL = 128  # from here on exit codes say which signal has ended a process
 _STOPS = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED, "SIGHUP": EXIT_TERMINATED}
@@ -110,6 +111,50 @@ class _Heard:
     def text(self) -> str:
         return self.tail.decode("utf-8", "replace")
 
+    def hear(self, event: dict[str, Any]) -> None:
+        kind = event.get("event")
+        self.has_begun = self.has_begun or kind not in _BEFORE_WORK
+        if kind == "folder":
+            self.folder = Path(event["run_folder"])
+        elif kind == "end":
+            self.status = event.get("status")
+        elif kind == "step":
+            self.step = int(event["step"])
+
+    def tell_end(self, code: int, folder: Path | None, text: str) -> None:
+        """Of a run that has begun, where the worker has not."""
+        if self.status is None and self.has_begun and code != EXIT_DONE and folder is not None:
+            tell_end(folder, code, text, self.step)
+
+
+class Ear:
+    """For a launcher of ranks that has no supervisor: hears the first of them, which tells the run's end, and tells it
+    where that one could not (it was ended while it waited for another that is gone)."""
+
+    def __init__(self) -> None:
+        self._heard = _Heard()
+        self._from, self.status = os.pipe()
+        self._thread = threading.Thread(target=self._listen, name="ear", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        with open(self._from, encoding="utf-8") as lines:
+            for line in lines:
+                if line.endswith("\n"):  # else it was ended in the middle
+                    self._heard.hear(json.loads(line))
+
+    def close(self, code: int, text: str) -> None:
+        """After the ranks have ended.
+
+        Args:
+            code: the exit code.
+            text: what was printed as errors.
+        """
+        os.close(self.status)
+        self._thread.join(_EAR_S)
+        if code not in _STOPS.values():  # what a signal has ended can be resumed as it is
+            self._heard.tell_end(code, self._heard.folder, text)
+
 
 class Supervisor:
     """Runs a worker until the run has ended, one way or another.
@@ -153,12 +198,12 @@ class Supervisor:
                     death = Death(f"it hung: no sign of life for {format_duration(heard.hung_s)}")
                 if self.stop_code is not None:
                     if 0 < code < _SHELL_SIGNAL:  # a failure; what a signal has ended can be resumed as it is
-                        self._tell_end(code, heard)
+                        heard.tell_end(code, self.folder, heard.text)
                     return self.stop_code if code < 0 else code
                 if heard.status is not None and code < 0:  # killed after it had told its end
                     return _ENDS.get(heard.status, EXIT_FAILED)
                 if death is None or heard.status is not None:
-                    self._tell_end(code, heard)
+                    heard.tell_end(code, self.folder, heard.text)
                     return code
                 if self.folder is None:
                     return self._too_early(code, death)
@@ -166,11 +211,6 @@ class Supervisor:
                 self.tell(restarts.next(death, code, heard.step))
                 command = self.again(self.folder)
         return self.stop_code  # asked for while there was no worker to pass it on to
-
-    def _tell_end(self, code: int, heard: _Heard) -> None:
-        """Of a run that has begun, where the worker has not."""
-        if heard.status is None and heard.has_begun and code != EXIT_DONE and self.folder is not None:
-            tell_end(self.folder, code, heard.text, heard.step)
 
     def _too_early(self, code: int, death: Death) -> int:
         if code >= 0:
@@ -238,16 +278,9 @@ class Supervisor:
 
     def _hear(self, line: bytes, heard: _Heard) -> None:
         event = json.loads(line)
-        kind = event.get("event")
         self._patience.hear(event)
-        heard.has_begun = heard.has_begun or kind == BEAT
-        if kind == "folder":
-            heard.folder = Path(event["run_folder"])
-        elif kind == "end":
-            heard.status = event.get("status")
-        elif kind == "step":
-            heard.step = int(event["step"])
-        if self.on_event is not None and kind != BEAT:
+        heard.hear(event)
+        if self.on_event is not None and event.get("event") != BEAT:
             self.on_event(event)
 
     def _end_if_hung(self, heard: _Heard) -> None:

@@ -94,7 +94,9 @@ def _load(active: Run, meter: Meter) -> tuple[Engine, dict[str, Any]]:
         built = sessions.load_model(active.session, active.own_plan, on_weight=lambda name: _weight_read(active),
                                     group=active.group)  # fmt: skip
         loaded = meter.peaks()
-        return sessions.make_engine(built, active.own_plan, active.group), loaded
+        engine = sessions.make_engine(built, active.own_plan, active.group)
+        active.has_loaded = True
+        return engine, loaded
     except (RuntimeError, MemoryError, OSError) as problem:
         failure = about_memory(active, problem)
         if failure is None:
@@ -248,7 +250,7 @@ def _restore(active: Run, engine: Engine) -> None:
     saved = checkpoint.load_latest(active.folder.checkpoints_path, group=active.group)
     active.step, active.saved_step = 0, None
     if saved is not None:
-        if saved.values.get("data") not in (None, active.fingerprint):
+        if saved.values.get("data") not in (None, active.session.fingerprint):
             raise UserError(
                 "cannot resume this run: its data is not what it was",
                 "the tokens of the training records differ from those the run was started with",
@@ -400,7 +402,7 @@ def _state(active: Run, engine: Engine) -> tuple[dict[str, torch.Tensor], dict[s
     active.pulse.expect_write(checkpoint.num_bytes(tensors))
     template = active.session.data.template
     date = template.date.isoformat() if template is not None and template.date is not None else None
-    return tensors, values | {"data": active.fingerprint, "date": date}
+    return tensors, values | {"data": active.session.fingerprint, "date": date}
 
 
 def report_saved(active: Run, finished: Sequence[Saved]) -> None:

@@ -29,7 +29,7 @@ TYPED = {
     "parallel": "ddp", "vram": "10", "ram": "16GiB",
     "save_every": "5", "eval_every": "6", "keep_checkpoints": "3", "on_nan": "skip",
     "log_to": "tensorboard,wandb", "out": "o", "effort": "any", "lang": "zh", "wsl": True, "offload_params": "cpu",
-    "offload_optimizer": "cpu",
+    "offload_optimizer": "cpu", "offload_folder": "disk",
 }  # fmt: skip
 
 
@@ -37,6 +37,7 @@ TYPED = {
 TOGETHER = {
     "offload_params": {"parallel": "zero3"},
     "offload_optimizer": {"parallel": "zero3"},
+    "offload_folder": {"parallel": "zero3", "offload_optimizer": "nvme", "method": "full"},
     "wsl": {"gpu": "rtx3080"},
 }
 

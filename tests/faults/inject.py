@@ -58,7 +58,20 @@ def install(log: str, faults: str) -> None:
         _strike(pending, "update", number=counts["updated"])
 
     Engine.step, Engine.evaluate, Engine._update = step, evaluate, update  # type: ignore[method-assign]
+    _break_loading(pending)
     _break_saves(pending)
+
+
+def _break_loading(pending: list[dict[str, Any]]) -> None:
+    from fitune.train import session
+
+    real_make = session.make_engine
+
+    def make(*arguments):
+        _strike(pending, "load")
+        return real_make(*arguments)
+
+    session.make_engine = make
 
 
 def _break_saves(pending: list[dict[str, Any]]) -> None:

@@ -47,7 +47,7 @@ def predicted_again(record: dict[str, Any]) -> tuple[plans.Plan, dict[str, Any]]
     values = {k: v for k, v in record["recipe"].items() if v is not None and k in recipes.Recipe.model_fields}
     recipe = recipes.build(values | {"gpu": "h200"})
     context = dataclasses.replace(_context(record["group"]), recipe=recipe, seq_len=recipe.seq_len)
-    plan, prediction = as_given(context, briefly=True)
+    plan, prediction = as_given(context)
     return plan, prediction.as_dict()
 
 

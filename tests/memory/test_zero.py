@@ -14,6 +14,7 @@ from fitune.engine.parts import state_bytes_per_parameter
 from fitune.memory.zero import ZeroBytes, zero_bytes
 from fitune.parallel.group import Group
 from fitune.parallel.replicated import share_of
+from fitune.parallel.zero_config import SUB_GROUP
 from fitune.plan import Plan
 from tests.parallel.jobs import batches_of, plan_of, records
 from tests.parallel.ranks import run_ranks
@@ -138,3 +139,17 @@ def test_what_is_offloaded_is_in_host_memory():
     assert both.held == both.bucket, "of what lasts only the bucket is on the device"
     first = total("zero1", 4, offload_optimizer="cpu")
     assert first.gradients == total("zero1", 4).gradients, "stage 1 adds gradients up on the device"
+
+
+def test_what_is_on_a_disk():
+    """Masters, state and an update's gradients in files; gradients and four buffers of a group in host memory."""
+    in_memory, there = total("zero3", 4, offload_optimizer="cpu"), total("zero3", 4, offload_optimizer="nvme")
+    part = -(-8_030_000_000 // 4)
+    assert there.disk == 4 * part + 8 * part + 4 * part == in_memory.host
+    assert there.host == 4 * part and in_memory.buffers == in_memory.disk == 0
+    assert there.buffers == 4 * 4 * (SUB_GROUP + 218_000_000 // 4)
+    fields = ("weights", "masters", "state", "gradients", "applied", "lasting")
+    assert [getattr(there, name) for name in fields] == [getattr(in_memory, name) for name in fields]
+    small = plan_of(**FULL, parallel="zero3", world_size=4, offload_optimizer="nvme")
+    few = zero_bytes(small, trained=4000, frozen_bytes=0, state_bytes=32_000, unit=2000)
+    assert few.buffers == 4 * 4 * 1000, "one group of all there is"

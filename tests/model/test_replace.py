@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -94,3 +95,31 @@ def test_what_cannot_run_layer_by_layer_is_refused(kind: str, changes: dict[str,
     with pytest.raises(UserError) as caught:
         build(tiny.config_of("odd"), plan, "cpu")
     assert caught.value.what.startswith("cannot train ") and caught.value.why == why and caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "values", [torch.arange(4), torch.tensor([False, True, False, True])], ids=["whole numbers", "flags"]
+)
+def test_buffers_that_are_no_floats_are_filled_or_refused(values: torch.Tensor, monkeypatch: pytest.MonkeyPatch):
+    """They have no NaN: one that the class' initialiser does not know would be 0 in silence."""
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel
+
+    make, initialise = LlamaMLP.__init__, LlamaPreTrainedModel._init_weights
+
+    def made_with(self: Any, config: Any) -> None:
+        make(self, config)
+        self.register_buffer("order", values.to("meta"), persistent=False)
+
+    def sets(self: Any, module: nn.Module) -> None:
+        initialise(self, module)
+        if isinstance(module, LlamaMLP):
+            module.order.copy_(values)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", made_with)
+    with pytest.raises(UserError) as caught:
+        build(tiny.config_of("llama"), tiny.make_plan(), "cpu")
+    words = "its class does not say what model.layers.0.mlp.order holds when a model is made layer by layer"
+    assert caught.value.why == words
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", sets)
+    built: Any = build(tiny.config_of("llama"), tiny.make_plan(), "cpu")
+    assert all(torch.equal(layer.mlp.order, values) for layer in built.layers)

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from fitune import recipe as recipes
-from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_TERMINATED, UserError
+from fitune.errors import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, EXIT_RESTART, EXIT_TERMINATED, UserError
 from fitune.parallel import world as worlds
-from fitune.parallel.launch import Launcher, num_processes
+from fitune.parallel.launch import FAILED_GRACE_S, Launcher, num_processes
 from fitune.parallel.world import World, card_of, from_environment
 from fitune.train.supervise import for_ranks
 from tests.conftest import ROOT
@@ -48,13 +48,18 @@ def test_how_many_processes():
 
 def test_each_rank_gets_its_own_card():
     def cards(devices: str | None, visible: str | None, size: int = 2) -> list[str]:
-        return [card_of(World(rank, size, rank, size), devices, visible) for rank in range(size)]
+        return [card_of(World(rank, size, rank, size), devices, visible, 4) for rank in range(size)]
 
     assert cards(None, None) == ["0", "1"] and cards("3,1", None) == ["3", "1"]
     assert cards(None, "4,6") == ["4", "6"] and cards("1,0", "GPU-a,GPU-b") == ["GPU-b", "GPU-a"]
     assert cards(None, "5") == ["5", "5"], "a scheduler that shows each process one card"
     with pytest.raises(UserError, match="3 processes for 2 GPUs"):
         cards("0,1", None, 3)
+    with pytest.raises(UserError, match="5 processes for 4 GPUs"):
+        cards(None, None, 5)
+    for devices, visible in (("0,4", None), ("0,2", "4,6")):
+        with pytest.raises(UserError, match=f"cannot use --devices {devices}"):
+            cards(devices, visible)
     with pytest.raises(UserError, match="named twice"):
         num_processes(recipe(devices="0,0"), 2)
 
@@ -96,8 +101,9 @@ def test_a_failure_ends_all_and_is_shown(capfd: pytest.CaptureFixture[str]):
     assert "process 1 of 2 failed:\nno such file: x" in capfd.readouterr().err
 
 
-def test_a_killed_rank_gives_the_shells_code():
+def test_a_killed_rank_gives_the_shells_code(capfd: pytest.CaptureFixture[str]):
     assert launch("import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)") == 137
+    assert capfd.readouterr().err == "error: process 1 of 2 was ended by SIGKILL\n"
 
 
 def test_what_all_say_is_shown_once(capfd: pytest.CaptureFixture[str]):
@@ -113,11 +119,12 @@ def test_a_rank_that_saves_is_waited_for(tmp_path: Path):
     assert launch(code) == EXIT_TERMINATED and done.exists()
 
 
-def test_who_has_nothing_left_to_change_decides(capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("knows", "after_s"), [(EXIT_DOES_NOT_FIT, FAILED_GRACE_S + 2), (EXIT_BAD_INPUT, 1)])
+def test_who_knows_why_decides(capfd: pytest.CaptureFixture[str], knows: int, after_s: float):
     """The first process asks for new ones, since another is gone: with them it would be the same again."""
-    code = ("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(75)\n"
-            "time.sleep(1); sys.stderr.write('error: nothing is left'); sys.exit(3)")  # fmt: skip
-    assert launch(code) == EXIT_DOES_NOT_FIT
+    code = (f"import os, sys, time\nif os.environ['RANK'] == '0': sys.exit({EXIT_RESTART})\n"
+            f"time.sleep({after_s}); sys.stderr.write('error: nothing is left'); sys.exit({knows})")  # fmt: skip
+    assert launch(code) == knows
     assert "process 1 of 2 failed:\nerror: nothing is left" in capfd.readouterr().err
 
 
@@ -185,16 +192,49 @@ def test_a_rank_that_is_killed_while_it_saves(job: Any, alone: Path, tmp_path: P
 def test_a_rank_that_fails_alone_ends_the_run_in_its_words(job: Any, tmp_path: Path):
     """The first rank, which writes the events, learns only that another one is gone."""
     run = tmp_path / "run"
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(job(run)))
-    faults = json.dumps({"log": str(tmp_path / "log"),
-                         "faults": [dict(at="after step", step=1, kind="nothing left", rank=1)]})  # fmt: skip
-    command = [sys.executable, "-m", "tests.faults.inject", "train", str(tmp_path / "recipe.yaml"), "--nproc", "2"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULTS": faults}, cwd=ROOT,
-                          capture_output=True, text=True, timeout=240)  # fmt: skip
+    done = with_faults(tmp_path, job(run), [dict(at="after step", step=1, kind="nothing left", rank=1)])
     assert done.returncode == EXIT_DOES_NOT_FIT, done.stdout + done.stderr
     (end,) = of_kind(run, "end")
     assert (end["status"], end["error"]) == ("failed", "nothing is left to change")
     assert "nothing is left to change" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def with_faults(folder: Path, settings: dict[str, Any], faults: list[dict[str, Any]], *options: str) -> Any:
+    """The command on two processes, which fail as the faults say: its exit code and words."""
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    given = json.dumps({"log": str(folder / "log"), "faults": faults})
+    command = [sys.executable, "-m", "tests.faults.inject", "train", str(folder / "recipe.yaml"), "--nproc", "2"]
+    return subprocess.run([*command, *options], env=os.environ | {"PYTHONPATH": str(ROOT), "FAULTS": given}, cwd=ROOT,
+                          capture_output=True, text=True, timeout=240)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "place"), [("device", None, "GPU"), ("device", 1, "GPU"), ("host", 1, "host")]
+)
+def test_memory_that_runs_out_in_loading_with_nothing_left_is_told_at_once(
+    job: Any, tmp_path: Path, kind: str, rank: int | None, place: str
+):
+    """As one process says it, and it is not tried again: new processes would find what these have found."""
+    done = with_faults(tmp_path, job(tmp_path / "run"), [dict(at="load", kind=kind, rank=rank)])
+    assert done.returncode == EXIT_DOES_NOT_FIT, done.stdout + done.stderr
+    words = f"out of {place} memory while loading, and nothing is left to change"
+    assert done.stderr.count("error: ") == 1 and f"error: {words}" in done.stderr, done.stderr
+    (end,) = of_kind(tmp_path / "run", "end")
+    assert (end["status"], end["error"]) == ("failed", words)
+    assert not of_kind(tmp_path / "run", "restart") and not of_kind(tmp_path / "run", "replan")
+
+
+def test_the_end_is_told_of_a_first_rank_that_is_stuck(job: Any, tmp_path: Path):
+    """Without a supervisor. The first rank waits in an exchange for the other one, which was killed: it is ended, and
+    can tell nothing."""
+    faults = [dict(at="part", part="backward", step=2, kind="hang", rank=0),
+              dict(at="part", part="backward", step=2, kind="kill", rank=1)]  # fmt: skip
+    done = with_faults(tmp_path, job(tmp_path / "run"), faults, "--no-supervise")
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr
+    assert "error: process 1 of 2 was ended by SIGKILL" in done.stderr
+    (end,) = of_kind(tmp_path / "run", "end")
+    assert (end["status"], end["step"], end["error"]) == ("failed", 2, "process 1 of 2 was ended by SIGKILL")
+    assert "was ended by SIGKILL" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_several_processes_need_a_way_to_start(job: Any, tmp_path: Path):

@@ -123,7 +123,7 @@ def seen(folder: Path, method: str, rank: int) -> list[list[int]]:
 
 
 def test_only_the_rank_whose_memory_ran_out_changes(job: Any, alone: Path, tmp_path: Path):
-    shares = shares_of((3, 3, 0), (2, 2, 0))
+    shares = tuple(replace(share, needed_bytes=1 << 30, step_s=0.5) for share in shares_of((3, 3, 0), (2, 2, 0)))
     failing = functools.partial(fail_on, 1, "run_layer", 9)  # in a step
     run = tmp_path / "run"
     results = train_run(2, job(run), prepare=functools.partial(planned_with, shares, failing))
@@ -134,6 +134,8 @@ def test_only_the_rank_whose_memory_ran_out_changes(job: Any, alone: Path, tmp_p
     after = json.loads((run / "plan.1.json").read_text())
     assert [s["micro_batch"] for s in after["shares"]] == [3, 1]
     assert [s["records"] for s in after["shares"]] == [3, 2]
+    predicted = [(s["needed_bytes"], s["step_s"]) for s in after["shares"]]
+    assert predicted == [(1 << 30, 0.5), (None, None)], "what was predicted of another setting holds no more"
 
 
 def test_a_run_goes_on_with_other_shares_and_by_one_process(job: Any, alone: Path, tmp_path: Path):

@@ -231,7 +231,7 @@ def test_a_run_that_needs_it_leaves_nothing_behind(job: Any, tmp_path: Path):
     [
         (dict(offload_optimizer="cpu"), "offload_optimizer is DeepSpeed's", "zero1 or zero2 or zero3"),
         (dict(parallel="zero2", offload_params="cpu"), "offload_params is DeepSpeed's", "use parallel zero3"),
-        (dict(parallel="zero3", offload_params="nvme"), "Input should be 'none' or 'cpu'", "one of: none, cpu"),
+        (dict(parallel="zero3", offload_params="disk"), "Input should be 'none' or 'cpu'", "one of: none, cpu"),
     ],
 )
 def test_offload_that_contradicts_the_rest(values: dict[str, Any], why: str, fix: str):

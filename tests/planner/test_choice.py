@@ -41,8 +41,8 @@ def test_an_alternative_that_is_faster_says_why_it_was_not_taken(gpu: str):
 
 
 def candidate(cost: float, peak: int = 100) -> ladder.Candidate:
-    peaks = ladder.Peaks(peak, peak, peak, peak, peak, "")
-    return ladder.Candidate(case.plan().plan, 1, 0, 64, peaks, cost)
+    terms: Any = None
+    return ladder.Candidate(case.plan().plan, 1, 0, 64, terms, False, peak, cost)
 
 
 def test_the_reason_names_how_much_faster():

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from fitune.memory.policies import highest_peaks
+from fitune.memory.replay import peaks
 from fitune.memory.trace import Tracer
+from fitune.planner import ladder
 from fitune.planner.ladder import (
     AS_FAST,
     BYTES_PER_LOGIT,
@@ -108,6 +111,21 @@ def test_says_that_nothing_fits_only_when_nothing_does(terms_of, case):
 def test_the_smallest_candidate_is_the_smallest(terms_of, case):
     made = search(terms_of, **case)
     assert made.smallest().peak_bytes == min(c.peak_bytes for c in everything(made))
+
+
+def test_peaks_of_a_shape_are_worked_out_once(terms_of, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ladder, "highest_peaks", lambda *how: asked.append(how) or highest_peaks(*how))
+    made = search(terms_of)
+    assert made.fitting(10**12) and made.fitting(0) == [] and made.smallest()
+    assert 0 < len(asked) == len(set(map(repr, asked)))
+
+
+def test_a_candidate_tells_the_peaks_of_its_phases(terms_of):
+    for made in everything(search(terms_of)):
+        reached = peaks(terms_of(made.micro_batch, 256, made.loss_chunk), made.recompute_layers, made.micro_batch < 4)
+        assert made.peaks == reached
+        assert made.peak_bytes == max(reached.load, reached.first_step, reached.step, reached.eval, reached.save)
 
 
 def test_what_is_fixed_stays(terms_of):

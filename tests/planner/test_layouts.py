@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -229,3 +230,22 @@ def test_each_card_keeps_room_for_exchanges():
     base = layouts.targets_of(case.recipe(), case.machine(*cards))
     alone = base[0].overheads.context_bytes
     assert replace(base[0], num_ranks=2).overheads.context_bytes == alone + NCCL.num_bytes
+
+
+def test_optimizer_state_that_is_offloaded_is_in_ram_or_on_the_disk():
+    """8B trained on two cards: masters and AdamW's state in RAM, or in files of each rank; only where asked for."""
+    job: dict[str, Any] = dict(**FULL, parallel="zero3", detailed=True)
+    plain = planned(SMALL, "h200:2", **job)
+    in_ram = planned(SMALL, "h200:2", **job, offload_optimizer="cpu")
+    on_disk = planned(SMALL, "h200:2", **job, offload_optimizer="nvme", offload_folder="disk")
+    assert (plain.plan.offload_optimizer, plain.plan.offload_folder) == ("none", None)
+    assert on_disk.plan.offload_optimizer == "nvme" and on_disk.plan.offload_folder == os.path.abspath("disk")
+    weights = 8.03e9
+    steps = [result.predicted["phases"]["step"] for result in (plain, in_ram, on_disk)]
+    assert steps[1]["host_bytes"] - steps[0]["host_bytes"] == pytest.approx(16 * weights, rel=0.01)
+    assert steps[2]["disk"] == {"offloaded state": pytest.approx(16 * weights, rel=0.01)}, "of both ranks"
+    assert steps[0]["disk"] == steps[1]["disk"] == {}
+    buffers = steps[2]["host"]["disk buffers"]
+    assert steps[2]["host_bytes"] - steps[0]["host_bytes"] == pytest.approx(4 * weights + buffers, rel=0.01)
+    assert steps[2]["pinned_bytes"] >= 4 * weights + buffers
+    assert steps[2]["peak_allocated_bytes"] == steps[1]["peak_allocated_bytes"] < steps[0]["peak_allocated_bytes"]

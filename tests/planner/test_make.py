@@ -450,3 +450,14 @@ def test_attention_kernel_of_an_unknown_class():
 
     target = choose_target(recipe(), machine(card_for(GIB)))
     assert attention_kernel(PlanContext(recipe(), target, Odd(), 256), "bf16") == ("native", False)
+
+
+def test_all_ranks_share_what_is_counted_of_the_model():
+    from dataclasses import replace
+
+    from fitune.planner.context import PlanContext
+    from fitune.planner.target import choose_target
+
+    context = PlanContext(recipe(), choose_target(recipe(), machine(card_for(GIB))), config(), 256)
+    assert replace(context, whole=context, rank=1).decoder is context.decoder
+    assert replace(context).decoder is not context.decoder, "another job may be of another model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,6 +209,14 @@ def test_a_notch_of_the_rank_that_failed():
     assert change == "GPU 0 (A): recomputed layers 1 -> 2", "nobody knows whose: who can change alone does"
     plan, change = next_notch(shared(loss_chunk=512), rank=None) or pytest.fail("a notch")
     assert change == "GPU 0 (A): micro-batch 2 -> 1" and plan.loss_chunk == 512
+
+
+def test_a_notch_drops_what_was_predicted_for_who_changes():
+    known = tuple(replace(share, needed_bytes=1 << 30, step_s=0.5) for share in shared().shares)
+    plan, _ = next_notch(shared().with_(shares=known), rank=0) or pytest.fail("a notch")
+    assert [(s.needed_bytes, s.step_s) for s in plan.shares] == [(None, None), (1 << 30, 0.5)]
+    plan, _ = next_notch(shared(loss_chunk=512).with_(shares=known), rank=1) or pytest.fail("a notch")
+    assert plan.loss_chunk == 64 and [(s.needed_bytes, s.step_s) for s in plan.shares] == [(None, None)] * 2
 
 
 def test_a_notch_where_all_meet_is_everyones():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from fitune.catalog import models
 from fitune.speed.cards import card_rates
+from fitune.speed.layer_work import LayerWork
 from fitune.speed.roofline import predict_step
 from fitune.speed.segments import Workload
+from fitune.speed.shape import decoder_of
 from fitune.speed.work import step_work, trained_params
 from tests.speed.case import LEAN, LLAMA, LORA, decoder, plan
 
@@ -193,3 +197,35 @@ def test_what_is_trained():
     assert trained_params(plan(adapter=TINY_LORA), decoder()) == 32 * (4096 + 4096)
     assert trained_params(plan(adapter=TINY_LORA, num_layers=16), decoder()) == 16 * (4096 + 4096)
     assert trained_params(plan(base_format="bf16", method="full", adapter=None), decoder()) == decoder().params
+
+
+def test_what_is_counted_once_is_what_every_plan_would_count_by_itself():
+    """Plans that differ in one setting each, of a decoder that keeps its layers' work and of new ones."""
+    changes: list[dict[str, Any]] = [
+        {}, dict(batch=8), dict(micro_batch=2), dict(seq_len=1024), dict(base_format="bf16"), dict(base_format="int8"),
+        dict(method="full", adapter=None, base_format="bf16"), dict(double_quant=False), dict(adapter=TINY_LORA),
+        dict(adapter=dataclasses.replace(LORA, dropout=0.1)), dict(adapter=dataclasses.replace(LORA, dora=True)),
+        dict(device="cpu"), dict(precision="fp32"), dict(attention="efficient"), dict(attention="native"),
+        dict(accumulation_order="layer-major", micro_batch=1), dict(recompute_layers=5), dict(mlp_tiles=4),
+        dict(stream_from="pinned", resident_layers=9), dict(offload_inputs=True), dict(loss_chunk=64), LEAN,
+        dict(num_layers=3), dict(optimizer="lion"),
+    ]  # fmt: skip
+    loads = None, Workload(2048, target_share=0.5), Workload(2048, doc_tokens=512)
+    for name in (LLAMA, MOE, "google/gemma-2-2b"):
+        kept = decoder_of(models.find(name))
+        for change in changes:
+            for load in loads:
+                made = plan(**({"model": name} | change))
+                assert step_work(made, kept, load) == step_work(made, decoder_of(models.find(name)), load), change
+
+
+def test_layers_are_counted_once_for_plans_that_differ_in_their_copies_only(monkeypatch):
+    counted: list[int] = []
+    real = LayerWork.backward
+    monkeypatch.setattr(LayerWork, "backward", lambda self, *how: counted.append(1) or real(self, *how))
+    model = decoder_of(models.find(LLAMA))
+    for resident in (0, 8, 16):
+        for order in ("micro-batch-major", "layer-major"):
+            where = dict(stream_from="pinned", resident_layers=resident, accumulation_order=order)
+            step_work(plan(micro_batch=2, **where), model)
+    assert len(counted) == 2, "the first layer, and one of the others"

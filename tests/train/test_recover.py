@@ -12,7 +12,7 @@ import torch
 from fitune import recipe as recipes
 from fitune.engine.driver import Driver
 from fitune.engine.engine import Engine
-from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, UserError
+from fitune.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_RESTART, UserError
 from fitune.parallel.world import Single
 from fitune.planner.notch import next_notch
 from fitune.train import recover, run
@@ -20,7 +20,6 @@ from fitune.train.loop import Run, _run
 from fitune.train.oom import MemoryFailure
 from fitune.train.recover import located
 from fitune.train.session import plan_session
-from fitune.train.supervise import EXIT_RESTART
 from tests import tiny
 from tests.train.test_loop import assert_close, losses, weights
 from tests.train.tiny_run import of_kind

@@ -57,6 +57,9 @@ def command(
 
         supervised = link is not None and link.is_supervised
         result = api.train(model, resume=resume, on_event=on_event, supervised=supervised, **given(settings))
+    world = worlds.from_environment()
+    if world is not None and world.rank != 0:  # the first process tells it
+        return int(result["exit_code"])
     try:
         if as_json:
             print_json(result)

@@ -42,8 +42,9 @@ TECHNIQUES = (
         ("The processor's memory bandwidth: about a second per billion weights on a desktop.",
          "受内存带宽限制：台式机上每十亿权重约一秒。"),
         ("Where masters and state do not fit: on one GPU a plan does so itself where nothing else fits; on several "
-         "full fine-tuning can with ZeRO (--offload-optimizer cpu).",
-         "主权重和状态放不下时。单卡：别无他法时计划自动采用；多卡全参数微调：配合 ZeRO（--offload-optimizer cpu）。"),
+         "full fine-tuning can with ZeRO (--offload-optimizer cpu; nvme with zero3: on a disk).",
+         "主权重和状态放不下时。单卡：别无他法时计划自动采用；多卡全参数微调：配合 ZeRO"
+         "（--offload-optimizer cpu；zero3 可用 nvme 放到磁盘）。"),
         "exact", "", True,
         OFFLOAD_PAPER,
     ),

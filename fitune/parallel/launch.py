@@ -151,6 +151,9 @@ class Launcher:
             if decides in codes:
                 rank, code = codes.index(decides), decides
                 break
+        killed = next((i for i, found in enumerate(codes) if found is not None and found < 0), None)
+        if code == EXIT_RESTART and killed is not None:  # the one that the others miss
+            rank, code = killed, codes[killed] or code
         leader = codes[0]
         if code < 0 or (rank != 0 and leader != code):
             self._show(rank, code)

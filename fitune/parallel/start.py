@@ -10,7 +10,9 @@ from __future__ import annotations
 import datetime
 import json
 import socket
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from fitune.recipe import Recipe
 PER_PROCESS = ("model", "data", "eval_data", "hub", "devices", "nproc", "out", "lang", "log_to")
 """Settings that may differ: where a machine has its files (what they hold is compared when they have been read), its
 GPUs, and what only the first process obeys."""
+_LOOK_S = 0.1  # how often a process looks for the others
 Told = tuple[str, list[Any] | None]  # a process' machine, and a problem as `as_told` makes it
 
 
@@ -60,25 +63,66 @@ def meet(world: World, recipe: Recipe | None, device: str, problem: UserError | 
         UserError: one of them cannot begin, or they have not come for the same job; where it is told by the first
             process, `ToldElsewhere`.
     """
-    store = open_store(world, timeout_s)
     try:
-        heard = _exchanged(store, world, _introduction(recipe, device, problem))
+        store = open_store(world, timeout_s)
+        heard, store = _exchanged(store, world, _introduction(recipe, device, problem), timeout_s)
     except RuntimeError as error:
-        raise _apart(world, error) from error
+        raise problem or _apart(world, error) from error
+    except UserError as apart:
+        if problem is None:
+            raise
+        raise problem from apart  # nobody else is there to tell it
     found = one_problem(world.rank, [(said["host"], said["problem"]) for said in heard]) or _unlike(world.rank, heard)
     if found is not None:
         raise found
     return store
 
 
-def _exchanged(store: dist.Store, world: World, said: dict[str, Any]) -> list[dict[str, Any]]:
-    store.set(f"comes/{world.rank}", json.dumps(said))
-    heard = [json.loads(store.get(f"comes/{rank}")) for rank in range(world.size)]
-    store.set(f"heard/{world.rank}", "")
-    if world.rank == 0:  # it may be who holds the store: not gone before the others have heard
-        for rank in range(world.size):
-            store.get(f"heard/{rank}")
-    return heard
+def _exchanged(
+    store: dist.Store, world: World, said: dict[str, Any], timeout_s: float
+) -> tuple[list[dict[str, Any]], dist.Store]:
+    """What all say, and a part of the store that is theirs alone.
+
+    A store may outlive its processes (torchrun's does, and its count of restarts differs between machines): what those
+    before have left is there still. So the first process names a meeting, and another one is at it when what that has
+    heard has its mark.
+    """
+    mark, end = uuid.uuid4().hex, time.monotonic() + timeout_s
+    text = json.dumps(said | {"mark": mark})
+    if world.rank == 0:
+        name = uuid.uuid4().hex
+        here = dist.PrefixStore(name, store)
+        store.set("meeting", name)
+        here.set("comes/0", text)
+        _wait(here, "comes", world, end)
+        heard = [json.loads(here.get(f"comes/{rank}")) for rank in range(world.size)]
+        here.set("all", json.dumps(heard))
+        here.set("heard/0", "")
+        _wait(here, "heard", world, end)  # this process may be who holds the store: not gone before they have heard
+        return heard, here
+    invited, here, heard = b"", store, []
+    while mark not in [one["mark"] for one in heard]:
+        if store.check(["meeting"]) and (name_now := store.get("meeting")) != invited:
+            invited, here = name_now, dist.PrefixStore(name_now.decode(), store)
+            here.set(f"comes/{world.rank}", text)
+        heard = json.loads(here.get("all")) if invited and here.check(["all"]) else []
+        _sleep(end, lambda: "process 0, or those that it waits for")
+    here.set(f"heard/{world.rank}", "")
+    return heard, here
+
+
+def _wait(here: dist.Store, what: str, world: World, end: float) -> None:
+    """Until every process has told this."""
+    keys = [f"{what}/{rank}" for rank in range(world.size)]
+    while not here.check(keys):
+        _sleep(end, lambda: "process " + ", ".join(key.rpartition("/")[2] for key in keys if not here.check([key])))
+
+
+def _sleep(end: float, awaited: Callable[[], str]) -> None:
+    """A moment, in which Ctrl-C is heard."""
+    if time.monotonic() > end:
+        raise RuntimeError(f"waited in vain for {awaited()}")
+    time.sleep(_LOOK_S)
 
 
 def _introduction(recipe: Recipe | None, device: str, problem: UserError | None) -> dict[str, Any]:
@@ -101,7 +145,7 @@ def _unlike(rank: int, heard: Sequence[dict[str, Any]]) -> UserError | None:
         ("settings", "the processes of this run were given different settings", "start all with the same settings"),
     ):
         for name in heard[0][key]:
-            values = [f"{name} {json.dumps(said[key][name])}" for said in heard]
+            values = [f"{name} {json.dumps(said[key].get(name))}" for said in heard]
             if (found := differing(rank, values, hosts, what, fix)) is not None:
                 return found
     what, fix = "some processes of this run have a GPU, others have none", "use machines with GPUs, or --devices cpu"

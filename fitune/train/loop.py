@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune import plan as plans
+from fitune import recipe as recipes
 from fitune.data.readers import DEMO
 from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESTART, ToldElsewhere, UserError
 from fitune.parallel.world import SAME_RECORDS, Single
@@ -185,10 +186,11 @@ def _run(
 
 
 def _start(recipe: Recipe, asked: Recipe, group: Single, show: OnEvent) -> Run:
+    today = group.share(datetime.date.today())  # the same in all time zones, and at midnight
     with ranks.together(group, by_node=True):
         sessions.check_machine(recipe)
         ranks.check(recipe, group.size)
-        session = sessions.open_session(recipe)
+        session = sessions.open_session(recipe, date=today)
     ranks.check_same(session, group)
     result = ranks.planned_together(session, group)
     plan, path = result.plan, None
@@ -209,7 +211,9 @@ def _same_run(recipe: Recipe) -> Path | None:
     stored = Path(recipe.out or "") / "recipe.yaml"
     if not recipe.out or not stored.is_file():
         return None
-    return stored.parent if stored.read_text(encoding="utf-8") == _with_whole_paths(recipe).to_yaml() else None
+    before, now = recipes.build(recipes.load(stored), str(stored)), _with_whole_paths(recipe)
+    where = set(recipes.WHERE)  # the first process may be on another machine now, in another language
+    return stored.parent if before.model_dump(exclude=where) == now.model_dump(exclude=where) else None
 
 
 def _active(

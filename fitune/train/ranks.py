@@ -11,7 +11,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +58,15 @@ def joined(recipe: Recipe) -> Iterator[tuple[Single, Recipe]]:
     except UserError as error:
         problem = error
     device = "cpu" if card is None else "cuda"
-    group = Group(world, device, store=meet(world, recipe, device, problem, TIMEOUT_S))
-    group.cards = tuple(group.gather(card)) if card is not None else ()
+    store = meet(world, recipe, device, problem, TIMEOUT_S)
+    try:
+        group = Group(world, device, store=store)
+        group.cards = tuple(group.gather(card)) if card is not None else ()
+    except RuntimeError as error:
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError("the processes of this run have met, but cannot exchange anything", line,
+                        "the machines must reach each other by any port; GLOO_SOCKET_IFNAME names the network device",
+                        EXIT_FAILED) from error  # fmt: skip
     try:
         yield group, own
     except RuntimeError as error:
@@ -101,15 +108,24 @@ def announced() -> Iterator[None]:
     """
     try:
         yield
-    except UserError as problem:
+    except Exception as error:
         world = worlds.from_environment()
         if world is None:
             raise
         from fitune.parallel.group import TIMEOUT_S
         from fitune.parallel.start import meet
 
-        meet(world, None, "cpu", problem, TIMEOUT_S)
+        with nullcontext() if isinstance(error, UserError) else suppress(UserError):
+            meet(world, None, "cpu", _as_problem(error), TIMEOUT_S)
         raise
+
+
+def _as_problem(error: Exception) -> UserError:
+    """As the others tell it."""
+    if isinstance(error, UserError):
+        return error
+    line = next(iter(str(error).splitlines()), "")
+    return UserError(f"a process has failed: {type(error).__name__}", line, "", EXIT_FAILED)
 
 
 @contextmanager
@@ -127,21 +143,23 @@ def together(group: Single, *, by_node: bool = False) -> Iterator[None]:
         return
     from fitune.parallel.start import as_told, one_problem
 
-    problem, own = None, None
+    own = None
     try:
         with group.leader_first() if by_node else nullcontext():
             yield
-    except UserError as error:
-        problem = error
     except Exception as error:  # noqa: BLE001 raised again as soon as the others know
-        line = next(iter(str(error).splitlines()), "")
-        own, problem = error, UserError(f"a process has failed: {type(error).__name__}", line, "", EXIT_FAILED)
-    told = group.gather((socket.gethostname(), as_told(problem)))
-    if own is not None:
+        own = error
+    try:
+        told = group.gather((socket.gethostname(), as_told(_as_problem(own) if own is not None else None)))
+    except RuntimeError:
+        if own is None:
+            raise
+        raise own from own.__cause__  # nobody else can tell it
+    if own is not None and not isinstance(own, UserError):
         raise own
     found = one_problem(group.rank, told)
     if found is not None:
-        raise found from problem
+        raise found from own
 
 
 def check_same(session: sessions.Session, group: Single) -> None:

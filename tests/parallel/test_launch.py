@@ -128,6 +128,14 @@ def test_who_knows_why_decides(capfd: pytest.CaptureFixture[str], knows: int, af
     assert "process 1 of 2 failed:\nerror: nothing is left" in capfd.readouterr().err
 
 
+def test_who_was_killed_decides(capfd: pytest.CaptureFixture[str]):
+    """It may be gone for the others before it has ended for who started it."""
+    code = (f"import os, sys, time\nif os.environ['RANK'] == '0': sys.exit({EXIT_RESTART})\n"
+            f"time.sleep(1); os.kill(os.getpid(), 9)")  # fmt: skip
+    assert launch(code) == 137
+    assert capfd.readouterr().err == "error: process 1 of 2 was ended by SIGKILL\n"
+
+
 def test_signals_reach_all_ranks(tmp_path: Path):
     code = (f"import os, pathlib, signal, sys, time\n"
             f"def stop(*_): pathlib.Path({str(tmp_path)!r}, 'stopped' + os.environ['RANK']).touch(); sys.exit(130)\n"

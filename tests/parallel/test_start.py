@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,91 @@ def test_another_model(job: Any, tmp_path: Path):
     assert_one_message(results, EXIT_BAD_INPUT, "error: the processes of this run have read different models")
 
 
+# ---- the meeting -----------------------------------------------------------------------------------------------------
+
+
+def exchanged(store: Any, size: int, first: int) -> list[tuple[list[str], Any]]:
+    """What each process has heard, and its part of the store; the one of this rank comes before the others."""
+    from fitune.parallel.start import _exchanged
+    from fitune.parallel.world import World
+
+    def come(rank: int) -> tuple[list[str], Any]:
+        time.sleep(0.3 * (rank != first))
+        heard, own = _exchanged(store, World(rank, size, rank, size), {"of": f"{size}.{rank}"}, 30.0)
+        return [said["of"] for said in heard], own
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(come, range(size)))
+
+
+def test_what_others_left_in_the_store_is_not_heard():
+    """torchrun starts fewer processes in place of those that have ended, or more, with the same store."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    for size, first in ((3, 0), (2, 1), (2, 0), (4, 2)):
+        found = exchanged(store, size, first)
+        assert [heard for heard, _ in found] == [[f"{size}.{rank}" for rank in range(size)]] * size
+        assert not any(own.check(["word"]) for _, own in found)
+        found[0][1].set("word", "")
+        assert all(own.check(["word"]) for _, own in found)
+
+
+@pytest.mark.parametrize(("rank", "words"), [(0, "process 1, 2$"), (2, "process 0, or")])
+def test_who_is_waited_for_in_vain(rank: int, words: str):
+    import torch.distributed as dist
+
+    from fitune.parallel.start import _exchanged
+    from fitune.parallel.world import World
+
+    with pytest.raises(RuntimeError, match=f"waited in vain for {words}"):
+        _exchanged(dist.HashStore(), World(rank, 3, rank, 3), {}, 0.2)
+
+
+@pytest.mark.parametrize("what", ["no data named", None])
+def test_a_problem_is_told_where_nobody_comes(monkeypatch: pytest.MonkeyPatch, what: str | None):
+    from fitune.errors import UserError
+    from fitune.parallel.start import meet
+    from fitune.parallel.world import World
+
+    world = World(0, 2, 0, 2, port=free_port())
+    for name, value in world.environment().items():
+        monkeypatch.setenv(name, value)
+    problem = None if what is None else UserError(what, "training needs a data file", "add --data FILE")
+    with pytest.raises(UserError) as caught:
+        meet(world, None, "cpu", problem, 1.0)
+    assert caught.value.what == (what or "the 2 processes of this run did not come together")
+    assert caught.value.exit_code == (EXIT_FAILED if what is None else EXIT_BAD_INPUT)
+
+
+def test_a_problem_is_told_where_the_others_are_gone():
+    from fitune.errors import UserError
+    from fitune.parallel.world import Single
+    from fitune.train.ranks import together
+
+    class Gone(Single):
+        size = 2
+
+        def gather(self, value: Any) -> Any:
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(UserError, match="no weights"), together(Gone()):
+        raise UserError("no weights", "the file is gone", "copy it again")
+    with pytest.raises(RuntimeError, match="closed by peer"), together(Gone()):
+        pass
+
+
+def without_network(rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+
+
+def test_machines_that_do_not_reach_each_other(job: Any, tmp_path: Path):
+    for code, words in start(tmp_path, [job(tmp_path / "run")] * 2, without_network):
+        assert code == EXIT_FAILED and "Traceback" not in words
+        assert "error: the processes of this run have met, but cannot exchange anything" in words
+        assert "GLOO_SOCKET_IFNAME" in words
+
+
 # ---- one that cannot begin -------------------------------------------------------------------------------------------
 
 
@@ -194,19 +281,28 @@ def test_a_library_that_one_does_not_have(job: Any, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def broken(rank: int) -> None:
+def fails(*arguments: Any, **options: Any) -> None:
     """Not a problem that anybody has thought of."""
-    from fitune.train import session
+    raise ZeroDivisionError("by one")
 
-    def fails(*arguments: Any, **options: Any) -> None:
-        raise ZeroDivisionError("by one")
+
+def broken(rank: int) -> None:
+    from fitune.train import session
 
     if rank == 1:
         session.open_session = fails  # type: ignore[assignment]
 
 
-def test_one_that_fails_ends_the_others(job: Any, tmp_path: Path):
-    (code, words), (other, traceback) = start(tmp_path, [job(tmp_path / "run")] * 2, broken)
+def broken_at_once(rank: int) -> None:
+    from fitune.cli import api
+
+    if rank == 1:
+        api.make_recipe = fails  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("fault", [broken, broken_at_once])
+def test_one_that_fails_ends_the_others(job: Any, tmp_path: Path, fault: Callable[[int], None]):
+    (code, words), (other, traceback) = start(tmp_path, [job(tmp_path / "run")] * 2, fault)
     assert (code, other) == (EXIT_FAILED, EXIT_FAILED) and "ZeroDivisionError: by one" in traceback
     assert "error: a process has failed: ZeroDivisionError" in words and "by one (process 1 of 2)" in words
 
@@ -242,3 +338,39 @@ def test_torchrun_does_not_end_the_one_that_tells(job: Any, tmp_path: Path):
     words = done.stdout + done.stderr
     assert words.count("error: ") == 1 and "error: cannot find the data file" in words, words
     assert "failed (exitcode: 2) local_rank: 0" in words, words
+
+
+def test_a_job_that_is_started_again_is_the_run_that_is_there(job: Any, tmp_path: Path):
+    """Wherever its first process is now."""
+    from fitune.errors import UserError
+    from fitune.recipe import Recipe
+    from fitune.train.loop import _same_run
+
+    recipe = Recipe(**job(tmp_path / "run", lang="en"))
+    assert _same_run(recipe) is None
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(recipe.to_yaml())
+    assert _same_run(recipe) == _same_run(recipe.with_(lang="zh", devices=None)) == tmp_path / "run"
+    assert _same_run(recipe.with_(lr=1.0)) is None
+    (tmp_path / "run" / "recipe.yaml").write_text("lora_rank: 8")
+    with pytest.raises(UserError, match="lora_rank"):
+        _same_run(recipe)
+
+
+def test_torchrun_starts_them_again_and_they_meet_anew(job: Any, tmp_path: Path):
+    """Its store outlives the processes: what those before have told is there still."""
+    settings = job(tmp_path / "run", steps=1)
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(settings | dict(lora_rank=8)))
+    (tmp_path / "again.py").write_text(
+        "import os, sys\n"
+        "from fitune.cli.main import main\n"
+        "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "sys.exit(main(['train', 'bad.yaml' if first and os.environ['RANK'] == '1' else 'good.yaml']))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run([*command, "--master-port", str(free_port()), "again.py"], capture_output=True, text=True,
+                          cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                          timeout=200)  # fmt: skip
+    words = done.stdout + done.stderr
+    assert done.returncode == 0 and words.count("error: ") == 1 and "next:" in words, words

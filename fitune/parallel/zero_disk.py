@@ -8,6 +8,7 @@ torch's own lock is a file that a killed compiler leaves behind, and whoever com
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ OP = "async_io"
 OPTION = "--offload-optimizer nvme"
 INSTEAD = "or use --offload-optimizer cpu"
 COMPILES = (
-    f"DeepSpeed's {OP}, with which {OPTION} reads and writes the disk, is compiled now: once on each machine, in "
+    f"DeepSpeed's {OP}, with which {OPTION} reads and writes the disk, is compiled now: once in each environment, in "
     "several minutes (7 of processor time were seen)"
 )
 _MEMORY = ("tmpfs", "ramfs")
@@ -181,14 +182,17 @@ def lockable_bytes() -> int | None:
 
 
 def build_folder() -> Path:
-    """Where extensions are compiled: below torch's own folder for them. What they were compiled for is in the name."""
+    """Where extensions are compiled: below torch's own folder for them. What they were compiled for is in the name, and
+    where that is installed: with the headers of another environment ninja would compile all of it again."""
     import deepspeed
     import torch
-    from torch.utils.cpp_extension import get_default_build_root
 
-    base = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # as torch.utils.cpp_extension has it
+    base = os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions"
     versions = f"torch{torch.__version__}-deepspeed{deepspeed.__version__}"
-    return Path(base).absolute() / f"fitune-{versions}-py{sys.version_info.major}{sys.version_info.minor}"
+    places = hashlib.sha256(f"{torch.__file__}\n{deepspeed.__file__}".encode()).hexdigest()[:8]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return Path(base).absolute() / f"fitune-{versions}-{python}-{places}"
 
 
 def is_compiled(folder: Path) -> bool:

@@ -361,6 +361,18 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return library
 
 
+def test_another_environment_compiles_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """With its headers in other places ninja would compile again, untold, what the first one has."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    found = set()
+    for place in ("/a/deepspeed/__init__.py", "/b/deepspeed/__init__.py", "/a/deepspeed/__init__.py"):
+        library = ModuleType("deepspeed")
+        library.__version__, library.__file__ = "0.19.8", place  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "deepspeed", library)
+        found.add(zero_disk.build_folder())
+    assert len(found) == 2 and {folder.parent for folder in found} == {tmp_path}
+
+
 def test_a_compiler_that_fails(failing: Any, tmp_path: Path):
     (tmp_path / "async_io").mkdir()
     (tmp_path / "async_io" / "lock").write_text("")  # a killed compiler's: torch would wait for it

@@ -143,11 +143,13 @@ def test_a_lost_connection_of_a_single_process_is_no_peer(job, monkeypatch):
 class GoneAfter(Single):
     """Two ranks, the other one of which is gone after the second step: the first then tells it how long a step took."""
 
-    size, left = 2, 3
+    size, steps = 2, 0
+
+    def hear(self, event):
+        self.steps += event["event"] == "step"
 
     def share(self, value):
-        self.left -= 1
-        if self.left < 0:
+        if self.steps == 2:
             raise RuntimeError(self.words)
         return value
 
@@ -166,14 +168,14 @@ def test_a_peer_that_is_gone_between_two_steps(supervised: bool, base: Path, dat
     monkeypatch.setattr("fitune.parallel.setup.finish_host_together", lambda *arguments: None)
     monkeypatch.setattr("fitune.parallel.setup.make_engine", lambda built, plan, group: Engine(built, plan))
     with pytest.raises(UserError) as caught:
-        recipe = recipes.build(values)
-        _run(recipe, recipe, GoneAfter(), None, lambda event: None, supervised)
+        recipe, group = recipes.build(values), GoneAfter()
+        _run(recipe, recipe, group, None, group.hear, supervised)
     assert caught.value.what == "another process of this run has ended, or hangs"
     assert caught.value.why == GoneAfter.words
     assert caught.value.exit_code == (EXIT_RESTART if supervised else EXIT_FAILED)
     ends = of_kind(tmp_path / "run", "end")
     assert ends == [] if supervised else ends[0]["status"] == "failed"
-    assert 1 <= len(of_kind(tmp_path / "run", "step")) < STEPS
+    assert len(of_kind(tmp_path / "run", "step")) == 2 < STEPS
     assert ("the last checkpoint is at step" in caught.value.fix) is not supervised
 
 

@@ -11,6 +11,11 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line; its type where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 class UserError(Exception):
     """A problem the person can act on. The command line prints it without a traceback.
 

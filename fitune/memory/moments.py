@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fitune.memory.events import Event
+from fitune.memory.events import Event, rounded
 from fitune.memory.pieces import MASTER
 
 PLACES = {
@@ -87,10 +87,7 @@ def moments_of(events: Sequence[Event], granule: int = 1, num_largest: int = 3) 
         if here != before:
             starts.append(index)
             before = here
-    sizes = [
-        -(-size // granule) * granule if size > 0 else size // granule * granule  # `events.rounded`
-        for size in [event.num_bytes for event in events]
-    ]
+    sizes = [rounded(event.num_bytes, granule) for event in events]
     live: defaultdict[str, int] = defaultdict(int)
     total, found = 0, []
     for start, end in zip(starts, [*starts[1:], len(events)], strict=True):

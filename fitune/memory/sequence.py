@@ -77,7 +77,7 @@ def replay_run(
         workspace_bytes: allocated by the libraries at their first use, and kept.
         expandable: whether torch's allocator uses expandable segments.
         briefly: only `load` and `step` of a run that is resumed, where the highest peak of a job nearly always is
-            (within 0.3 % of the whole run's in 38 plans for ten jobs), and only sums.
+            (`tests/planner/test_predict.py` compares them), and only sums.
     """
     shape = (plan.micro_batch, width, plan.loss_chunk)
     accumulates = plan.micro_batch < plan.batch

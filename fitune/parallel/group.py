@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fitune.errors import ToldElsewhere, UserError
-from fitune.parallel.start import as_told, open_store
+from fitune.errors import UserError
+from fitune.parallel.start import as_seen_by, as_told, open_store
 from fitune.parallel.world import Single, World
 
 T = TypeVar("T")
@@ -103,8 +103,7 @@ class Group(Single):
         with suppress(RuntimeError):
             for rank in range(self.size):
                 if self._words.check([str(rank)]):
-                    kind = UserError if self.is_leader else ToldElsewhere
-                    return kind(*json.loads(self._words.get(str(rank))))
+                    return as_seen_by(self.rank)(*json.loads(self._words.get(str(rank))))
         return None
 
     def close(self) -> None:

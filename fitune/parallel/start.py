@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fitune.errors import EXIT_FAILED, ToldElsewhere, UserError
-from fitune.parallel.world import World, publish
+from fitune.errors import EXIT_FAILED, ToldElsewhere, UserError, first_line
+from fitune.parallel.world import Single, World, publish
 from fitune.recipe import Recipe
 
 PER_PROCESS = ("model", "data", "eval_data", "hub", "devices", "nproc", "out", "lang", "log_to")
@@ -46,7 +46,7 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
 
 def _apart(world: World, error: RuntimeError) -> UserError:
     return UserError(f"the {world.size} processes of this run did not come together",
-                     next(iter(str(error).splitlines()), type(error).__name__),
+                     first_line(error),
                      f"start all of them; the first one must be reached at {world.address}, port {world.port}",
                      EXIT_FAILED)  # fmt: skip
 
@@ -160,6 +160,11 @@ def as_told(problem: UserError | None) -> list[Any] | None:
     return None if problem is None else [problem.what, problem.why, problem.fix, problem.exit_code]
 
 
+def shared_problem(group: Single, problem: UserError | None) -> UserError | None:
+    """`one_problem` of a group's processes, each of which comes here with its own or none."""
+    return one_problem(group.rank, group.gather((socket.gethostname(), as_told(problem))))
+
+
 def one_problem(rank: int, told: Sequence[Told]) -> UserError | None:
     """The first problem that any process has told, as this one raises it; None where all are well."""
     by = next((i for i, (_, problem) in enumerate(told) if problem is not None), None)
@@ -168,7 +173,12 @@ def one_problem(rank: int, told: Sequence[Told]) -> UserError | None:
     what, why, fix, code = told[by][1] or []
     if by != 0:  # who reads it sees the first process
         why = f"{why} ({place(by, [host for host, _ in told])} of {len(told)})"
-    return (UserError if rank == 0 else ToldElsewhere)(what, why, fix, code)
+    return as_seen_by(rank)(what, why, fix, code)
+
+
+def as_seen_by(rank: int) -> type[UserError]:
+    """What a process raises of a problem that all have: the first one tells it."""
+    return UserError if rank == 0 else ToldElsewhere
 
 
 def differing(rank: int, values: Sequence[str], hosts: Sequence[str], what: str, fix: str) -> UserError | None:
@@ -177,7 +187,7 @@ def differing(rank: int, values: Sequence[str], hosts: Sequence[str], what: str,
     if other is None:
         return None
     parts = [f"{place(i, hosts)} has {values[i]}" for i in (0, other)]
-    return (UserError if rank == 0 else ToldElsewhere)(what, ", ".join(parts), fix)
+    return as_seen_by(rank)(what, ", ".join(parts), fix)
 
 
 def place(rank: int, hosts: Sequence[str]) -> str:

@@ -84,6 +84,21 @@ def publish(world: World, environ: MutableMapping[str, str] = os.environ) -> Non
         environ.setdefault(name, value)
 
 
+@contextmanager
+def environment_with(given: Mapping[str, str]) -> Iterator[None]:
+    """Inside, the process' environment has these values."""
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def card_of(world: World, devices: str | None, visible: str | None, num_cards: int) -> str:
     """The value of CUDA_VISIBLE_DEVICES that leaves this rank its own card.
 

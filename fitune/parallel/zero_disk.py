@@ -19,18 +19,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fitune.engine.parts import state_bytes_per_parameter
 from fitune.errors import UserError
 from fitune.files import claim_scratch, clean_leftovers, file_error
-from fitune.parallel.world import Single
+from fitune.hardware.host import memlock_bytes
+from fitune.parallel.world import Single, environment_with
 from fitune.parallel.zero_config import DISK_BUFFERS, LEAST_ON_DISK_BYTES, sub_groups
 from fitune.plan import Plan
 from fitune.units import format_bytes
 
 try:
     import fcntl
-    import resource
 except ImportError:  # Windows, where it is refused
-    fcntl = resource = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]
 
 Tell = Callable[[str], None]
 OP = "async_io"
@@ -43,7 +44,6 @@ COMPILES = (
 _MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3")
 _LOCKS_MEMORY = 1 << 14  # CAP_IPC_LOCK: no limit counts
-_STATE_BYTES = {"adamw": 8, "sgd": 0}  # an element
 
 
 def check_disk(plan: Plan, deepspeed: Any, tell: Tell) -> None:
@@ -133,10 +133,9 @@ def check_room(plan: Plan, sizes: Sequence[int], group: Single) -> None:
     Raises:
         UserError: no room on a disk, too little memory may be locked, or nothing would be on the disk.
     """
-    from fitune.parallel.start import as_told, one_problem
+    from fitune.parallel.start import shared_problem
 
-    problem = _no_room(plan, sizes, group)
-    found = one_problem(group.rank, [("", told) for told in group.gather(as_told(problem))])
+    found = shared_problem(group, _no_room(plan, sizes, group))
     if found is not None:
         raise found
 
@@ -151,7 +150,8 @@ def _no_room(plan: Plan, sizes: Sequence[int], group: Single) -> UserError | Non
             "use --offload-optimizer cpu",
         )
     folder = Path(plan.offload_folder or "")
-    needed = group.local_size * sum(groups) * (4 + 4 + _STATE_BYTES[plan.optimizer])  # masters, gradients, state
+    each = 4 + 4 + int(state_bytes_per_parameter(plan.optimizer))  # master, gradient, state
+    needed = group.local_size * sum(groups) * each
     free = shutil.disk_usage(folder).free
     if needed > free:
         return UserError(f"not enough disk space in {folder}",
@@ -167,8 +167,8 @@ def _no_room(plan: Plan, sizes: Sequence[int], group: Single) -> UserError | Non
 
 def lockable_bytes() -> int | None:
     """How much memory this process may lock; None: as much as there is."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY:
+    limit = memlock_bytes(Path("/"))
+    if limit is None:
         return None
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
@@ -261,18 +261,9 @@ def _first_error(error: BaseException) -> str:
 @contextmanager
 def compiling_in(folder: Path) -> Iterator[None]:
     """Inside, torch compiles into this folder, and finds programs that are installed beside this Python."""
-    given = {"TORCH_EXTENSIONS_DIR": str(folder),
-             "PATH": f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"}  # fmt: skip
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
+    path = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    with environment_with({"TORCH_EXTENSIONS_DIR": str(folder), "PATH": path}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

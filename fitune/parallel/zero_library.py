@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fitune.errors import UserError
-from fitune.parallel.world import FLAT_OPTIMIZERS
+from fitune.parallel.world import FLAT_OPTIMIZERS, environment_with
 from fitune.parallel.zero_config import stage_of
 from fitune.plan import Plan
 from fitune.recipe import QUANTISED_FORMATS
@@ -61,15 +61,8 @@ def _without_compiler(deepspeed: Any) -> None:
 def card_of_this_rank(device: Any) -> Iterator[None]:
     """Inside, LOCAL_RANK is the index of this process' card among those that it sees (its own only), which DeepSpeed
     takes it for."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
-    try:
+    with environment_with({"LOCAL_RANK": str(device.index or 0)}):
         yield
-    finally:
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before
 
 
 def check(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fitune import plan as plans
 from fitune import recipe as recipes
 from fitune.catalog import models as catalog
-from fitune.errors import UserError
+from fitune.errors import UserError, first_line
 from fitune.plan import Plan
 from fitune.recipe import Recipe
 from fitune.train.run_folder import RUNS, RunFolder
@@ -196,7 +196,7 @@ def _tokenizer(folder: Path, recipe: Recipe) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError, json.JSONDecodeError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = first_line(error)
         raise UserError(f"cannot read the tokenizer in {folder}", why, "copy the run again") from None
 
 

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fitune.errors import EXIT_FAILED, UserError
+from fitune.errors import EXIT_FAILED, UserError, first_line
 from fitune.files import (
     BINARY,
     atomic_folder,
@@ -160,7 +160,7 @@ def _agreed(group: Single, path: Path, work: Callable[[], T]) -> list[T]:
         full = error.__cause__ is not None and is_disk_full(error.__cause__)
         problem = (error.what, error.why, error.fix, error.exit_code), full
     except Exception as error:  # noqa: BLE001 not silenced: told to all, who would else wait for this rank
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = first_line(error)
         problem = (f"cannot write {path}", why, "free memory on this machine", EXIT_FAILED), False
     told = group.gather((result, problem))
     failed = next((found for _, found in told if found is not None), None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fitune import plan as plans
 from fitune import recipe as recipes
 from fitune.data.readers import DEMO
-from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESTART, ToldElsewhere, UserError
+from fitune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESTART, ToldElsewhere, UserError, first_line
 from fitune.parallel.world import SAME_RECORDS, Single
 from fitune.parallel.zero_config import config_json
 from fitune.plan import Plan
@@ -296,7 +296,7 @@ def _guarded(active: Run, *, resumed: bool, supervised: bool) -> TrainResult:
         active.group.leave_word(problem)
         raise _failed(active, problem) from problem
     except Exception as problem:
-        line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        line = first_line(problem)
         found = about_memory(active, problem)
         if found is not None and found.where == PEER:  # a peer that ended while this rank told it something, or saved
             raise _ended(active, found, supervised) from problem

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fitune.errors import EXIT_FAILED, UserError
+from fitune.errors import EXIT_FAILED, UserError, first_line
 from fitune.parallel import world as worlds
 from fitune.parallel.world import Single
 from fitune.parallel.zero_config import stage_of
@@ -63,7 +63,7 @@ def joined(recipe: Recipe) -> Iterator[tuple[Single, Recipe]]:
         group = Group(world, device, store=store)
         group.cards = tuple(group.gather(card)) if card is not None else ()
     except RuntimeError as error:
-        line = next(iter(str(error).splitlines()), type(error).__name__)
+        line = first_line(error)
         raise UserError("the processes of this run have met, but cannot exchange anything", line,
                         "the machines must reach each other by any port; GLOO_SOCKET_IFNAME names the network device",
                         EXIT_FAILED) from error  # fmt: skip
@@ -141,7 +141,7 @@ def together(group: Single, *, by_node: bool = False) -> Iterator[None]:
     if group.size == 1:
         yield
         return
-    from fitune.parallel.start import as_told, one_problem
+    from fitune.parallel.start import shared_problem
 
     own = None
     try:
@@ -150,14 +150,13 @@ def together(group: Single, *, by_node: bool = False) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 raised again as soon as the others know
         own = error
     try:
-        told = group.gather((socket.gethostname(), as_told(_as_problem(own) if own is not None else None)))
+        found = shared_problem(group, _as_problem(own) if own is not None else None)
     except RuntimeError:
         if own is None:
             raise
         raise own from own.__cause__  # nobody else can tell it
     if own is not None and not isinstance(own, UserError):
         raise own
-    found = one_problem(group.rank, told)
     if found is not None:
         raise found from own
 
@@ -254,7 +253,7 @@ class Agreement:
                     for rank, found in enumerate(self._group.gather(failure)) if found is not None]  # fmt: skip
         except RuntimeError as problem:
             found = classify(problem)
-            line = next(iter(str(problem).splitlines()), type(problem).__name__)
+            line = first_line(problem)
             return found or MemoryFailure(PEER, "rank", line, fatal=True)
         return min(told, key=lambda found: found.where != STOP, default=None)
 

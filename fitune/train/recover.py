@@ -15,7 +15,7 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fitune.errors import EXIT_DOES_NOT_FIT, UserError
+from fitune.errors import EXIT_DOES_NOT_FIT, UserError, first_line
 from fitune.train.died import FRUGAL, UNCHANGED, fixed_by
 from fitune.train.oom import HOST, LOST, PEER, PINNED, PLACES, MemoryFailure, classify
 from fitune.train.ranks import STOP, PeerGaveUp, given_up
@@ -122,7 +122,7 @@ def _check_device(engine: Engine, problem: BaseException) -> None:
     """Raises Restart where an error that is not about memory has left the device unusable (an illegal access, a bus or
     ECC error): perhaps a new process can go on."""
     if isinstance(problem, RuntimeError) and not give_back(engine.built.device):
-        line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        line = first_line(problem)
         raise Restart(MemoryFailure(LOST, "driver", line, fatal=True), is_whole=False, fatal=True) from problem
 
 

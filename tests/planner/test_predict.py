@@ -28,9 +28,20 @@ def test_a_recipe_is_taken_as_it_is_given():
     assert (quantised.base_format, quantised.recompute_layers) == ("nf4", 8)
 
 
-def test_brief_and_full_prediction_need_the_same():
-    """Techniques are predicted briefly; their figures must be comparable with the recipe's own."""
-    made = context(method="lora", micro_batch=2)
+@pytest.mark.parametrize(
+    "job",
+    [
+        dict(method="lora", micro_batch=2),
+        dict(method="lora", micro_batch=1, recompute="all"),
+        dict(method="qlora", micro_batch=4),
+        dict(method="full", micro_batch=2, optimizer="adamw"),
+        dict(method="full", micro_batch=1, optimizer="adafactor", recompute="all"),
+    ],
+)
+def test_brief_and_full_prediction_need_the_same(job):
+    """Techniques and alternatives are predicted briefly, as a run that is resumed; their figures must be comparable
+    with the recipe's own."""
+    made = context(**job)
     full, brief = predict.as_given(made)[1], predict.as_given(made, briefly=True)[1]
     assert needed_bytes(brief.most) == pytest.approx(needed_bytes(full.most), rel=0.005)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fitune import plan as plans
-from fitune.errors import EXIT_FAILED, UserError
-from fitune.train.died import FRUGAL, UNCHANGED, Restarts, diagnose, tell_end
+from fitune.errors import EXIT_FAILED, EXIT_RESTART, UserError
+from fitune.train.died import FRUGAL, UNCHANGED, Death, Restarts, diagnose, tell_end
 from fitune.train.events import EventLog, read_events
+from fitune.train.run_folder import RunFolder
 from tests import tiny
 
 BNB = "Error out of memory at line 380 in file /src/bitsandbytes/csrc/pythonInterface.c\n"
@@ -127,6 +128,18 @@ def test_host_memory_beside_a_gpu(folder: Path):
     assert "inputs of recomputed layers stay on the GPU" in restarts.next(death, -9, 7)
     assert FRUGAL in restarts.next(death, -9, 7)
     assert [e["change"] for e in read_events(folder / "events.jsonl") if e["event"] == "replan"][-1] == FRUGAL
+
+
+def test_a_plan_of_which_nobody_has_told(folder: Path):
+    """A rank that could tell nobody has left it: told are its settings, not what was predicted, and of shares that
+    they have changed."""
+    shares = tuple(plans.Share(card, None, records=2, micro_batch=2, recompute_layers=4) for card in ("one", "two"))
+    before = tiny.make_plan(micro_batch=4, parallel="ddp", world_size=2, shares=shares, predicted={"step_s": 1.0})
+    (folder / "plan.json").write_text(before.to_json())
+    RunFolder(folder).store_plan(before.changed({"micro_batch": 1}).with_(predicted={}))
+    Restarts(folder).next(Death("it has changed its plan", planned=True), EXIT_RESTART, 7)
+    told = [event["change"] for event in read_events(folder / "events.jsonl") if event["event"] == "replan"]
+    assert told == ["micro-batch 4 -> 1, the ranks' shares"]
 
 
 def test_it_gives_up_when_nothing_gets_better(folder: Path):

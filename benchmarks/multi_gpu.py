@@ -3,6 +3,7 @@
     python benchmarks/multi_gpu.py predict --gpu h200            # no GPU needed: plans and traces into POINTS
     python benchmarks/multi_gpu.py run --gpus 2                  # every case that is not in the output yet
     python benchmarks/multi_gpu.py run --only 8b-bf16-ddp,links  # these
+    python benchmarks/multi_gpu.py run --alone                   # on one GPU: a group of one beside the plain way
     python benchmarks/multi_gpu.py --list                        # every case and what it is for
 
 The cases are in `multi_gpu_cases.py`. Weights are random (seeded, made on the GPUs): right for memory and speed, not
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("predict", "run", "rank"))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", default="", help="names of cases, with commas")
+    parser.add_argument("--alone", action="store_true", help="the cases that need one GPU only")
     parser.add_argument("--gpu", default="h200", help="predict for this card")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--points", type=Path, default=FOLDER / "points.json")
@@ -51,7 +53,9 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
-    names = [name for name in args.only.split(",") if name] or ["links", *CASES, "oom", "checkpoint"]
+    names = [name for name in args.only.split(",") if name] or (
+        alone() if args.alone else ["links", *CASES, "oom", "checkpoint"]
+    )
     unknown = set(names) - set(CASES) - set(multi_gpu_cases.OTHERS)
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
@@ -65,6 +69,12 @@ def main() -> None:
         predict([name for name in names if name in CASES], args)
     else:
         run(names, args)
+
+
+def alone() -> list[str]:
+    """Names of the cases of one process in a group, each after the plain one that it is compared with."""
+    pairs = [(case.against, name) for name, case in CASES.items() if case.alone]
+    return list(dict.fromkeys(name for pair in pairs for name in pair))
 
 
 # ---- plans and predictions -------------------------------------------------------------------------------------------
@@ -136,7 +146,11 @@ def start(job: dict[str, Any], ranks: int, args: argparse.Namespace) -> dict[str
 
 def measured_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     point, case = points[name], CASES[name]
-    found = start({"what": "measure", "name": name, **point, "cap_gib": case.cap_gib}, case.ranks or args.gpus, args)
+    found = start(
+        {"what": "measure", "name": name, **point, "cap_gib": case.cap_gib, "alone": case.alone},
+        case.ranks or args.gpus,
+        args,
+    )
     return {**found, "against": case.against, "predicted": point["predicted"]}
 
 
@@ -230,9 +244,24 @@ def rank(job: dict[str, Any]) -> None:
 
         recipe = recipes.build(dict(devices="cpu") if job["cpu"] else {})
         with joined(recipe) as (group, _):
+            if job.get("alone"):
+                group = _group_of_one("cpu" if job["cpu"] else "cuda")
             report = (links if job["what"] == "links" else measure)(job, group)
     if report is not None:
         Path(job["report"]).write_text(json.dumps(report))
+
+
+def _group_of_one(device: str) -> Any:
+    """A real group whose only process this is."""
+    import socket
+
+    from fitune.parallel.group import Group
+    from fitune.parallel.world import World
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    return Group(World(0, 1, 0, 1, port=port), device)
 
 
 def measure(job: dict[str, Any], group: Any) -> dict[str, Any] | None:
@@ -332,14 +361,15 @@ def _engine(job: dict[str, Any], plan: Any, group: Any, device: Any) -> tuple[An
     source = ModelSource("tiny", "random", None, multi_gpu_cases.tiny_config(), "fp32") if job["cpu"] else (
         resolve(job["recipe"]["model"], weights=True))  # fmt: skip
     built = build(source.config, plan, device)
-    if group.size > 1:
+    grouped = plan.parallel != "none"
+    if grouped:
         setup.open_host_together(built, plan, group, None)
     open_host(built, plan)
     fill(built, source.iter_weights(weights_to_read(built), device=device), plan)
-    if group.size > 1:
+    if grouped:
         setup.finish_host_together(built, plan, group)
     add_adapter(built, plan)
-    engine = setup.make_engine(built, plan, group) if group.size > 1 else Engine(built, plan)
+    engine = setup.make_engine(built, plan, group) if grouped else Engine(built, plan)
     return engine, built.model.config.vocab_size
 
 

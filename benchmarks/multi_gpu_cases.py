@@ -14,6 +14,7 @@ from bench import LLAMA_8B
 _8B = dict(model=LLAMA_8B, seq_len=2048, recompute="all", micro_batch=4)
 _BF16, _NF4, _FULL = _8B | dict(method="lora"), _8B | dict(method="qlora"), _8B | dict(method="full")
 _70B = dict(model="random:meta-llama/Llama-3.1-70B", method="qlora", seq_len=2048, recompute="all", micro_batch=2)
+_FULL_3B = _FULL | dict(model="random:meta-llama/Llama-3.2-3B")
 _LONG = _NF4 | dict(seq_len=32768, micro_batch=1)
 LEAN = dict(stream_from="pinned", resident_layers=0, ring_buffers=2, head_place="host", embedding_place="host",
             offload_inputs=True, loss_chunk=1024)  # fmt: skip
@@ -34,6 +35,7 @@ class Case:
         ranks: 0 means all GPUs.
         against: the case on one GPU, with as many tokens per GPU, that its speed is compared with.
         cap_gib: limit of each process.
+        alone: a group of one process on one GPU, beside the plain way: what the way itself costs.
     """
 
     why: str
@@ -44,6 +46,7 @@ class Case:
     ranks: int = 0
     against: str = ""
     cap_gib: float | None = None
+    alone: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -81,6 +84,18 @@ CASES: dict[str, Case] = {
     "70b-nf4-tp": Case("layers split", "tp", _70B, 2, _ON_DEVICE, against="70b-nf4-one"),
     "70b-nf4-streamed-24gib": Case(
         "on cards of 24 GiB", "streamed", _70B, 2, LEAN | dict(loss_chunk=512, mlp_tiles=4), cap_gib=24),
+    # -- a group of one: one GPU is enough ------------------------------------------------------------------------
+    "8b-nf4-fsdp2-alone": Case(
+        "one process in a group", "fsdp2", _NF4, 4, SHARDS, 1, "8b-nf4-one", alone=True),
+    "8b-nf4-streamed-alone": Case(
+        "one process in a group", "streamed", _NF4, 4, LEAN, 1, "8b-nf4-streamed-one", alone=True),
+    "8b-bf16-fsdp2-alone": Case(
+        "one process in a group", "fsdp2", _BF16, 4, SHARDS, 1, "8b-bf16-one", alone=True),
+    "8b-bf16-streamed-alone": Case(
+        "one process in a group", "streamed", _BF16, 4, LEAN, 1, "8b-bf16-streamed-one", alone=True),
+    "3b-full-one": Case("one GPU, all weights trained", "none", _FULL_3B, 4, _TRAINED_HEAD, ranks=1),
+    "3b-full-fsdp2-alone": Case(
+        "one process in a group", "fsdp2", _FULL_3B, 4, SHARDS | _TRAINED_HEAD, 1, "3b-full-one", alone=True),
 }  # fmt: skip
 # Functions of `multi_gpu.py`.
 OTHERS = {

@@ -6,17 +6,20 @@
     python benchmarks/stream.py --acceptance 5       # those of one acceptance
     python benchmarks/stream.py CASE [CASE ...]
     python benchmarks/stream.py --all                # also the long ones
+    python benchmarks/stream.py --predict            # beforehand, without a GPU: what an H200 should need, into POINTS
     python benchmarks/stream.py --tiny               # every case at tiny sizes, without a GPU: that none fails
 
 Weights are random (seeded, made on the GPU). Every case (see `stream_cases.py`) runs in its own forked process; one
 that is in the output file already is passed over (use --again), and none is begun after `--budget-s` seconds. Records
 have the fields of `gpu_records.py`, and "link": bytes moved per step, the speed reached, the share of the time spent
-waiting. Ratios are against the resident case of the same tokens per step.
+waiting. Ratios are against the resident case of the same tokens per step. Cases that were not predicted beforehand are
+predicted after they have run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from pathlib import Path
@@ -36,6 +39,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/stream.json"))
+    parser.add_argument(
+        "--points", type=Path, default=Path("benchmarks/stream-points.json"), help="what --predict wrote"
+    )
+    parser.add_argument("--predict", action="store_true")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=120.0)
     parser.add_argument("--acceptance", type=int, help="only its cases, and those they are compared with")
@@ -57,6 +64,11 @@ def main() -> None:
     if args.tiny:
         failed = [name for name in names if not dry(name)]
         raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
+    known = bench.Records(args.points)
+    if args.predict:
+        predict([name for name in names if name in CASES], known)
+        return
+    before = {record["name"]: record for record in known.records}
     out = bench.Records(args.out)
     began = time.time()
     for name in names:
@@ -67,7 +79,7 @@ def main() -> None:
             print(f"{name}: not begun, {args.budget_s:.0f} s are over; run again to go on")
             continue
         started = time.time()
-        record = bench.forked_record(name, lambda name=name: work(name, args.steps))
+        record = bench.forked_record(name, lambda name=name: work(name, args.steps, before=before.get(name)))
         out.add(record)
         print(row(record, out.records), f"[{time.time() - started:.0f} s]", flush=True)
 
@@ -101,6 +113,25 @@ def predicted_lines(names: list[str]) -> list[str]:
     return lines
 
 
+def predict(names: list[str], out: bench.Records) -> None:
+    """Write what each case should need on an H200."""
+    for name in names:
+        started = time.time()
+        case = stream_cases.on_h200(CASES[name])
+        _, context, plan = stream_cases.planned(case, stream_cases.config_of(case.recipe["model"], case.layers, False))
+        out.add({"name": name, "commit": bench.commit(), "plan": decided(plan),
+                 "predicted": predicted(context, plan, case.link_bytes_per_s)})  # fmt: skip
+        said = out.records[-1]["predicted"]
+        print(f"{name:40} {(said.get('peak_allocated_bytes') or 0) / GIB:.3f} GiB, step {said['step_s'] or 0:.3f} s"
+              f" [{time.time() - started:.0f} s]", flush=True)  # fmt: skip
+
+
+def decided(plan: Any) -> dict[str, Any]:
+    """What a plan decides, whatever machine it was made on."""
+    said = ("predicted", "reasons", "device_name", "budget_bytes")
+    return json.loads(json.dumps({key: value for key, value in plan.as_dict().items() if key not in said}))
+
+
 def dry(name: str) -> bool:
     """A case at tiny sizes on the CPU, in a process of its own; whether it ran."""
     started = time.time()
@@ -109,8 +140,8 @@ def dry(name: str) -> bool:
     return "error" not in record
 
 
-def work(name: str, steps: int, tiny: bool = False) -> dict[str, Any]:
-    """The record of a case."""
+def work(name: str, steps: int, tiny: bool = False, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The record of a case. `before`: what was predicted of it beforehand."""
     if name == "equality-full":
         return stream_equal.equality_full(tiny)
     if name in EQUALITIES:
@@ -118,11 +149,11 @@ def work(name: str, steps: int, tiny: bool = False) -> dict[str, Any]:
     if CASES[name].killed:
         return stream_killed.measure(name, CASES[name], tiny)
     case = stream_cases.on_cpu(CASES[name]) if tiny else CASES[name]
-    return measure(name, case, steps, tiny)
+    return measure(name, case, steps, tiny, before)
 
 
-def measure(name: str, case: Case, steps: int, tiny: bool) -> dict[str, Any]:
-    """Load, train some steps; median of the later ones. Then the prediction, so that it costs no measurement."""
+def measure(name: str, case: Case, steps: int, tiny: bool, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Load, train some steps; median of the later ones. A prediction that is missing follows and costs no time."""
     from fitune.engine.engine import Engine
     from fitune.engine.ring import Ring
     from fitune.train.measure import Meter
@@ -167,6 +198,7 @@ def measure(name: str, case: Case, steps: int, tiny: bool) -> dict[str, Any]:
             "link_bytes_per_s": links[-1].link_bytes_per_s,
             "wait_share": float(np.median(shares[2:] or shares[-1:])),
         }
+    said = before["predicted"] if before and before["plan"] == decided(planned) else None
     store = engine.built.streamed
     sizes = None
     if isinstance(engine.driver.weights, Ring):
@@ -188,7 +220,8 @@ def measure(name: str, case: Case, steps: int, tiny: bool) -> dict[str, Any]:
         "cap_bytes": int(case.recipe["vram"] * GIB) if "vram" in case.recipe else None,
         "ram_left": limited,
         "num_trained": sum(p.numel() for _, p in engine.masters.pairs.values()),
-        "predicted": predicted(context, planned, case.link_bytes_per_s),
+        "predicted": said or predicted(context, planned, case.link_bytes_per_s),
+        "predicted_commit": before["commit"] if said and before else None,
         "against": case.against,
         "throttled_to_bytes_per_s": case.link_bytes_per_s,
         "link": link,

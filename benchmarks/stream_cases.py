@@ -17,7 +17,7 @@ LEAN = dict(**RING, head_place="host", embedding_place="host", offload_inputs=Tr
 LEANEST = LEAN | dict(mlp_tiles=4, loss_chunk=512)
 MAJOR = dict(accumulation_order="layer-major")
 # masters and state of adapters in host memory, updated there
-LEAST = LEANEST | dict(optimizer_place="host", mlp_tiles=8, loss_chunk=256)
+LEAST = LEAN | dict(optimizer_place="host", mlp_tiles=2)
 FULL_RING = dict(**RING, **MAJOR, offload_inputs=True, loss_chunk=256)
 
 _ALL = dict(recompute="all")
@@ -87,7 +87,11 @@ CASES: dict[str, Case] = {
     "8b-nf4-1x2048-leanest": Case(
         "tiled MLP, 8-bit state", _8B | dict(batch=1, optimizer="adamw8bit"), LEANEST, 2, _1x),
     "8b-nf4-1x2048-least": Case(
-        "<= 0.9 GiB at >= 75 % of resident: masters and state in RAM", _8B | dict(batch=1), LEAST, 2, _1x),
+        "<= 0.9 GiB while it trains at >= 75 % of resident: masters and state in RAM", _8B | dict(batch=1), LEAST, 2,
+        _1x),
+    "8b-nf4-1x2048-lean-host": Case(
+        "masters and state in RAM, the MLP in one piece", _8B | dict(batch=1), LEAN | dict(optimizer_place="host"), 2,
+        _1x),
     _4x: Case("resident, what others are compared with", _8B | dict(batch=4)),
     "8b-nf4-4x2048-by-1-major-lean": Case(
         "8,192 tokens a step, layer by layer: >= 95 % of resident in <= 2 GiB", _8B | dict(batch=4, micro_batch=1),
@@ -100,7 +104,7 @@ CASES: dict[str, Case] = {
         "4 GiB cap of the process: >= 95 % of NF4-resident", _BF16 | dict(batch=4, micro_batch=1, vram=4),
         LEAN | MAJOR, 3, _4x),
     "8b-bf16-1x2048-least": Case(
-        "smallest peak <= 1.5 GiB", _BF16 | dict(batch=1), LEAST | dict(mlp_tiles=16), 3, _1x),
+        "smallest peak <= 1.5 GiB", _BF16 | dict(batch=1), LEAST, 3, _1x),
     # -- 4: 70B and 32B ------------------------------------------------------------------------------------------------
     "70b-nf4-2-layers-resident": Case(
         "two resident layers: the compute-bound rate of 70B is this step's time per layer",
@@ -253,11 +257,15 @@ def expected(case: Case) -> str:
     from fitune.planner.phases import phases_of
     from fitune.units import format_bytes
 
-    on_h200 = dataclasses.replace(case, recipe=case.recipe | dict(gpu="h200"))
-    _, context, plan = planned(on_h200, config_of(case.recipe["model"], case.layers, tiny=False))
+    _, context, plan = planned(on_h200(case), config_of(case.recipe["model"], case.layers, tiny=False))
     said = phases_of(context, plan).as_dict()
     sizes = {"peak": "peak_allocated_bytes", "device": "device_bytes", "RAM": "host_bytes", "pinned": "pinned_bytes"}
     return "predicted: " + ", ".join(f"{name} {format_bytes(said[field] or 0)}" for name, field in sizes.items())
+
+
+def on_h200(case: Case) -> Case:
+    """The case as an NVIDIA H200 would run it, whatever is in this machine."""
+    return dataclasses.replace(case, recipe=case.recipe | dict(gpu="h200"))
 
 
 def opened(case: Case, tiny: bool) -> tuple[Any, Any, Any, Any]:

@@ -100,6 +100,7 @@ def run(names: list[str], args: argparse.Namespace) -> None:
     known = json.loads(args.points.read_text()) if args.points.exists() else {}
     predict([name for name in names if name in CASES and name not in known], args)
     points = json.loads(args.points.read_text()) if args.points.exists() else {}
+    bench.import_before_forks()
     out = bench.Records(args.out)
     began = time.time()
     for name in names:
@@ -146,12 +147,13 @@ def start(job: dict[str, Any], ranks: int, args: argparse.Namespace) -> dict[str
 
 def measured_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     point, case = points[name], CASES[name]
-    found = start(
-        {"what": "measure", "name": name, **point, "cap_gib": case.cap_gib, "alone": case.alone},
-        case.ranks or args.gpus,
-        args,
-    )
-    return {**found, "against": case.against, "predicted": point["predicted"]}
+    job = {"what": "measure", "name": name, **point, "cap_gib": case.cap_gib}
+    if case.ranks == 1:
+        job |= {"cpu": args.cpu, "steps": args.steps}
+        found = bench.forked_record(name, lambda: by_itself(job, case.alone))
+    else:
+        found = start(job, case.ranks or args.gpus, args)
+    return found if "error" in found else {**found, "against": case.against, "predicted": point["predicted"]}
 
 
 def links_case(name: str, points: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -244,24 +246,28 @@ def rank(job: dict[str, Any]) -> None:
 
         recipe = recipes.build(dict(devices="cpu") if job["cpu"] else {})
         with joined(recipe) as (group, _):
-            if job.get("alone"):
-                group = _group_of_one("cpu" if job["cpu"] else "cuda")
             report = (links if job["what"] == "links" else measure)(job, group)
     if report is not None:
         Path(job["report"]).write_text(json.dumps(report))
 
 
-def _group_of_one(device: str) -> Any:
-    """A real group whose only process this is."""
+def by_itself(job: dict[str, Any], grouped: bool) -> dict[str, Any]:
+    """`measure` in this process alone; `grouped`: in a real group whose only process it is."""
     import socket
 
     from fitune.parallel.group import Group
-    from fitune.parallel.world import World
+    from fitune.parallel.world import Single, World
 
+    if not grouped:
+        return measure(job, Single()) or {}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    return Group(World(0, 1, 0, 1, port=port), device)
+    group = Group(World(0, 1, 0, 1, port=port), "cpu" if job["cpu"] else "cuda")
+    try:
+        return measure(job, group) or {}
+    finally:
+        group.close()
 
 
 def measure(job: dict[str, Any], group: Any) -> dict[str, Any] | None:

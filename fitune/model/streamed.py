@@ -238,7 +238,9 @@ class StreamedLayers:
         for piece, view in zip(self.layouts[layer].pieces, views, strict=True):
             if not piece.key:
                 module, leaf = self._parameters[piece.name]
-                module._parameters[leaf] = nn.Parameter(view, requires_grad=self.is_trained)
+                # `data`: a count of changes of its own, not that of the buffer it begins in, which a thread may be
+                # filling for another layer while autograd holds this one's weights
+                module._parameters[leaf] = nn.Parameter(view.data, requires_grad=self.is_trained)
         self.bind(layer, views)
 
     def bind(self, layer: int, views: list[torch.Tensor]) -> None:

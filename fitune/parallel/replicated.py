@@ -133,8 +133,6 @@ def _sum_gradients(bucket: list[nn.Parameter], room: torch.Tensor) -> None:
     sizes = [grad.numel() for grad in grads]
     flat = room[: sum(sizes)]
     parts = [part.view_as(grad) for part, grad in zip(flat.split(sizes), grads, strict=True)]
-    for part, grad in zip(parts, grads, strict=True):
-        part.copy_(grad)
+    torch._foreach_copy_(parts, grads)  # one launch for all of them: hundreds of adapters' took 7 % of a step
     all_reduce(flat)
-    for part, grad in zip(parts, grads, strict=True):
-        grad.copy_(part)
+    torch._foreach_copy_(grads, parts)

@@ -61,7 +61,7 @@ def test_on_a_gpu(optimizer):
     shapes = {"layers.0.a": (3000, 3000), "layers.0.b": (512,)}
     values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     working = {name: nn.Parameter(value.cuda().bfloat16()) for name, value in values.items()}
-    built = SimpleNamespace(device=torch.device("cuda"), streamed=None, compute_dtype=torch.bfloat16)
+    built = SimpleNamespace(device=torch.device("cuda", 0), streamed=None, compute_dtype=torch.bfloat16)
     masters = HostMasters(built, working, {0: list(shapes)}, narrow=False, pin=True)
     parameters = {0: [masters.pairs[name][1] for name in shapes]}
     masters.optimizer = PartedOptimizer(optimizer, parameters, lr=1e-2, weight_decay=0.1)

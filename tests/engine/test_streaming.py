@@ -304,6 +304,18 @@ def test_the_device_holds_the_ring_and_not_the_layers(buffers):
     assert device_bytes(resident) - device_bytes(half) >= (4 - 2) * layer - padding
 
 
+def test_what_a_buffer_is_filled_with_does_not_count_as_a_change_of_another_layer(models):
+    """A thread fills one buffer while autograd holds the weights of the layer in the other one."""
+    engine = engine_for(models["llama"], **STREAMED)
+    ring = engine.driver.weights
+    assert isinstance(ring, Ring)
+    norms = [layer.input_layernorm.weight for layer in engine.built.layers]
+    before = [weight._version for weight in norms]
+    for slot in ring.slots:
+        slot.buffer.zero_()
+    assert [weight._version for weight in norms] == before
+
+
 def test_the_head_leaves_the_device():
     model = tiny.reference("llama", vocab_size=4096)
     kept, gone = (

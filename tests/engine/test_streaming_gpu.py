@@ -64,12 +64,15 @@ def test_streamed_equals_resident(base_format, way):
 
 
 def test_head_in_tiles():
-    model = big()
+    """Its sums are in another order: as far from fp32 as the whole head's, or nearer than twice that."""
+    model = big().to(torch.bfloat16).float()
+    exact = gradients(engine_on_gpu(model, base_format="fp32", precision="fp32", attention="efficient"), BATCHES)
     whole = gradients(engine_on_gpu(model, base_format="bf16"), BATCHES)
     tiled = gradients(engine_on_gpu(model, base_format="bf16", head_place="host", **STREAMED), BATCHES)
     assert tiled[0] == pytest.approx(whole[0], rel=1e-5)
-    for name, grad in whole[1].items():
-        assert (tiled[1][name] - grad).norm() <= 2**-7 * grad.norm() + 1e-9, name
+    for name, grad in exact[1].items():
+        noise = (whole[1][name] - grad).norm()
+        assert (tiled[1][name] - grad).norm() <= 2 * noise + 1e-9, name
 
 
 def test_registered_memory_is_pinned_and_let_go():

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fitune.model import native_unpack
+
 BLOCK_4BIT = 64  # values per scale, as in QLoRA
 BLOCK_SCALES = 256  # scales per second-level scale (double quantisation)
 # bitsandbytes' plain code on the CPU (0.50.2) takes some 20 bytes per weight at once: 10 MiB for so many.
@@ -162,6 +164,13 @@ def unpack(packed: Packed, dtype: torch.dtype, scratch: Scratch | None = None) -
             absmax = torch.empty(absmax.shape, dtype=torch.float32, device="meta")
         make = scratch.take if scratch is not None else functools.partial(torch.empty, device="meta")
         return make(packed.shape, dtype=dtype)
+    if native_unpack.fits(tensors["codes"], absmax):
+        if "absmax2" in tensors:
+            absmax = native_unpack.scales(absmax, tensors["absmax2"], tensors["code2"], tensors["offset"], BLOCK_SCALES)
+        make = scratch.take if scratch is not None else functools.partial(torch.empty, device=absmax.device)
+        weight = make(packed.shape, dtype=dtype)
+        native_unpack.weight(tensors["codes"], absmax, packed.format, BLOCK_4BIT, weight)
+        return weight
     if "absmax2" in tensors:
         absmax = torch.ops.bitsandbytes.dequantize_blockwise(
             absmax, tensors["absmax2"], tensors["code2"], BLOCK_SCALES, torch.float32

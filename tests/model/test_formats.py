@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fitune.model import formats
+from fitune.model import formats, native_unpack
 from fitune.model.formats import Packed, Scratch, bytes_per_parameter, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -176,3 +176,29 @@ def test_a_scratch_makes_each_view_once():
         scratch.take((length % 64,), torch.uint8)
         scratch.take((length % 16,), torch.float32)
     assert len(scratch._views) <= 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("format", ["nf4", "fp4"])
+def test_unpacked_by_the_library_itself_as_by_its_operators(monkeypatch, format, double_quant, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    for shape in ((512, 1024), (3, 100, 65), (7, 33)):
+        made = pack(torch.randn(shape, device="cuda"), format, double_quant)
+        assert native_unpack.fits(made.tensors["codes"], made.tensors["absmax"])
+        scratch = Scratch(4 * made.tensors["codes"].numel() * 2, "cuda")
+        direct = [unpack(made, dtype), unpack(made, dtype, scratch).clone()]
+        with monkeypatch.context() as patched:
+            patched.setattr(native_unpack, "fits", lambda *_: False)
+            expected = unpack(made, dtype)
+        assert all(torch.equal(found, expected) and found.shape == shape for found in direct), shape
+        other = Packed(format, shape, made.tensors | {"codes": made.tensors["codes"].repeat(1, 2)[:, :1]})
+        assert not native_unpack.fits(other.tensors["codes"], other.tensors["absmax"])
+        assert torch.equal(unpack(other, dtype), expected)
+
+
+def test_without_cuda_the_operators_unpack():
+    made = pack(torch.randn(64, 64), "nf4")
+    assert not native_unpack.fits(made.tensors["codes"], made.tensors["absmax"])

@@ -117,8 +117,10 @@ def terms_with_optimizer(terms: StepTerms, dims: TrainedDims, optimizer: str, gr
     shared = sum(rounded(t.num_bytes, granule) for t in tables(optimizer, _all(dims)))
     return replace(
         terms,
-        layers={kind: replace(t, state_bytes=state_bytes(dims.layers[kind.removesuffix(STREAMED)]))
-                for kind, t in terms.layers.items()},
+        layers={
+            kind: replace(t, state_bytes=state_bytes(dims.layers[kind.removesuffix(STREAMED)]))
+            for kind, t in terms.layers.items()
+        },
         other_state_bytes=state_bytes(dims.before) + state_bytes(dims.after) + shared,
         optimizer_peak_bytes=update_bytes(optimizer, _all(dims)),
     )

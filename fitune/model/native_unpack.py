@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 _Kernel = Callable[[int | None, int, int, int, int, int, int], None]
-# (code or NULL, packed, scales, out, values per scale, values, stream); bitsandbytes 0.49 and 0.50: backends/cuda/ops.py
+# (code or NULL, packed, scales, out, values per scale, values, stream); backends/cuda/ops.py of bitsandbytes 0.50
 _PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 _MOST_VALUES = 2**31 - 1  # they are counted in a C int
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

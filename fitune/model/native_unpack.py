@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 class Kernels:
     """`four_bits` by (format, dtype of the result); `scales` gives fp32."""
 
-    four_bits: dict[tuple[str, torch.dtype], _Kernel]
+    four_bits: Mapping[tuple[str, torch.dtype], _Kernel]
     scales: _Kernel
 
 

@@ -23,6 +23,7 @@ import json
 import multiprocessing
 import random
 import shutil
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ BY_CAP = {
 CARD = "h200"
 HOST_GIB = 128
 TASKS = ("predict", "run", "merge", "sweep", "table")
-SLOW_STEP_S = 4.0  # a step that takes longer is made twice, others three times
+STEPS, STEPS_S = (2, 12), 8.0  # as many steps as take so long, but from two to twelve: short ones grow faster at first
 ROWS = {"train": 32, "eval": 8}
 WORDS = ("water", "seven", "green", "house", "river", "under", "light", "stone", "paper", "cloud", "train", "north")
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -169,7 +170,7 @@ def trained(point: Point, values: Record, runs: Path) -> Record:
     from fitune.train import run as train
 
     recipe = recipes.build(point.recipe_values())
-    steps = 2 if (values["predicted"]["step_s"] or 0) > SLOW_STEP_S else 3
+    steps = max(STEPS[0], min(STEPS[1], 1 + int(STEPS_S / (values["predicted"]["step_s"] or STEPS_S))))
     folder = runs / point.name
     shutil.rmtree(folder, ignore_errors=True)
     train_file, eval_file = data_files(runs, recipe)
@@ -201,20 +202,23 @@ def _decided(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(events: list[dict[str, Any]], point: Point) -> dict[str, Any]:
-    """A run's figures from its events: peaks by phase, and the last step's time."""
+    """A run's figures from its events: peaks by phase, and the median time of the steps after the second."""
+    from fitune.train.report_memory import measured_peaks
+
     fields = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
-    phases = {e["phase"]: {field: e.get(field) for field in fields} for e in events if e["event"] == "phase"}
-    phases.setdefault("step", phases.get("first_step", {}))  # the same peak is not told twice
+    phases = measured_peaks(events)
     top = {f: max((p[f] for p in phases.values() if p.get(f) is not None), default=None) for f in fields}
     steps = [e for e in events if e["event"] == "step"]
-    last = steps[-1] if len(steps) > 1 else {}
+    later = [e["step_s"] for e in steps[2:] or steps[1:]]
+    step_s = statistics.median(later) if later else None
+    tokens = steps[-1]["tokens"] if later else None
     retries = None
     if not point.tiny:
         import torch
 
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    return {**top, "step_s": last.get("step_s"), "tokens_per_s": last.get("tokens_per_s"),
-            "tokens": last.get("tokens"), "seconds": [e["step_s"] for e in steps],
+    return {**top, "step_s": step_s, "tokens_per_s": tokens / step_s if step_s else None, "tokens": tokens,
+            "seconds": [e["step_s"] for e in steps],
             "losses": [e["loss"] for e in steps],
             "eval_losses": [e["eval_loss"] for e in events if e["event"] == "eval"],
             "checkpoints": sum(e["event"] == "checkpoint" for e in events), "phases": phases,

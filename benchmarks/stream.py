@@ -12,8 +12,10 @@
 Weights are random (seeded, made on the GPU). Every case (see `stream_cases.py`) runs in its own forked process; one
 that is in the output file already is passed over (use --again), and none is begun after `--budget-s` seconds. Records
 have the fields of `gpu_records.py`, and "link": bytes moved per step, the speed reached, the share of the time spent
-waiting. Ratios are against the resident case of the same tokens per step. Cases that were not predicted beforehand are
-predicted after they have run.
+waiting. Cases that were not predicted beforehand are predicted after they have run.
+
+Ratios are against the resident case of the same tokens per step, in the same process: both take steps by turns, since
+the processor of a rented machine may be half as fast a few seconds later. Memory is measured before the other is there.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def main() -> None:
     )
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=8, help="steps of each side where two take them by turns")
     parser.add_argument("--budget-s", type=float, default=120.0)
     parser.add_argument("--acceptance", type=int, help="only its cases, and those they are compared with")
     parser.add_argument("--all", action="store_true", help="also the long cases")
@@ -58,7 +61,6 @@ def main() -> None:
         names = args.cases or (selected(args.acceptance, args.all) if args.acceptance is not None else [])
         print("\n".join(predicted_lines(names)) if names else listed())
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the equality cases' deterministic products
     names = args.cases or selected(args.acceptance, args.all or args.tiny)
     bench.import_before_forks()
     if args.tiny:
@@ -73,15 +75,15 @@ def main() -> None:
     began = time.time()
     for name in names:
         if name in out.names and not args.again:
-            print(row(next(r for r in out.records if r["name"] == name), out.records), flush=True)
+            print(row(next(r for r in out.records if r["name"] == name)), flush=True)
             continue
         if time.time() - began > args.budget_s:
             print(f"{name}: not begun, {args.budget_s:.0f} s are over; run again to go on")
             continue
         started = time.time()
-        record = bench.forked_record(name, lambda name=name: work(name, args.steps, before=before.get(name)))
+        record = bench.forked_record(name, lambda name=name: work(name, args, before=before.get(name)))
         out.add(record)
-        print(row(record, out.records), f"[{time.time() - started:.0f} s]", flush=True)
+        print(row(record), f"[{time.time() - started:.0f} s]", flush=True)
 
 
 def selected(acceptance: int | None, with_long: bool) -> list[str]:
@@ -135,13 +137,18 @@ def decided(plan: Any) -> dict[str, Any]:
 def dry(name: str) -> bool:
     """A case at tiny sizes on the CPU, in a process of its own; whether it ran."""
     started = time.time()
-    record = bench.forked_record(name, lambda: work(name, 2, tiny=True))
-    print(row(record, [record]), f"[{time.time() - started:.0f} s]", flush=True)
+    args = argparse.Namespace(steps=2, turns=2)
+    record = bench.forked_record(name, lambda: work(name, args, tiny=True))
+    print(row(record), f"[{time.time() - started:.0f} s]", flush=True)
     return "error" not in record
 
 
-def work(name: str, steps: int, tiny: bool = False, before: dict[str, Any] | None = None) -> dict[str, Any]:
+def work(
+    name: str, args: argparse.Namespace, tiny: bool = False, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The record of a case. `before`: what was predicted of it beforehand."""
+    if name in EQUALITIES:  # deterministic products; it also changes what cuBLAS holds
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if name == "equality-full":
         return stream_equal.equality_full(tiny)
     if name in EQUALITIES:
@@ -149,10 +156,12 @@ def work(name: str, steps: int, tiny: bool = False, before: dict[str, Any] | Non
     if CASES[name].killed:
         return stream_killed.measure(name, CASES[name], tiny)
     case = stream_cases.on_cpu(CASES[name]) if tiny else CASES[name]
-    return measure(name, case, steps, tiny, before)
+    return measure(name, case, args, tiny, before)
 
 
-def measure(name: str, case: Case, steps: int, tiny: bool, before: dict[str, Any] | None) -> dict[str, Any]:
+def measure(
+    name: str, case: Case, args: argparse.Namespace, tiny: bool, before: dict[str, Any] | None
+) -> dict[str, Any]:
     """Load, train some steps; median of the later ones. A prediction that is missing follows and costs no time."""
     from fitune.engine.engine import Engine
     from fitune.engine.ring import Ring
@@ -169,24 +178,20 @@ def measure(name: str, case: Case, steps: int, tiny: bool, before: dict[str, Any
     phases = {"load": meter.peaks() | {"seconds": time.perf_counter() - started}}
     if case.link_bytes_per_s and not tiny:
         throttle(engine.driver.weights, case.link_bytes_per_s)
-    vocab_size = engine.built.model.config.vocab_size
     seconds, links, losses = [], [], []
-    for step in range(case.steps or steps):
-        batches = bench.batches(plan, step, vocab_size)
+    for step in range(case.steps or args.steps):
         meter.reset()
-        _wait(plan)
-        started = time.perf_counter()
-        result = engine.step(batches, step=step, lr=1e-4)
-        _wait(plan)
-        seconds.append(time.perf_counter() - started)
+        took, result = timed(engine, step)
+        seconds.append(took)
         links.append(result.link)
         losses.append(result.loss)
         phases["first_step" if step == 0 else "step"] = meter.peaks()
     engine.settle()
     if case.evaluates:
         meter.reset()
-        engine.evaluate(bench.batches(plan, 0, vocab_size))
+        engine.evaluate(bench.batches(plan, 0, engine.built.model.config.vocab_size))
         phases["eval"] = meter.peaks()
+    beside = by_turns(engine, case, args.turns, tiny) if case.against else None
     step_s = float(np.median(seconds[2:] or seconds[-1:]))
     keys = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
     top = {key: max((p[key] or 0) for p in phases.values()) for key in keys}
@@ -223,12 +228,47 @@ def measure(name: str, case: Case, steps: int, tiny: bool, before: dict[str, Any
         "predicted": said or predicted(context, planned, case.link_bytes_per_s),
         "predicted_commit": before["commit"] if said and before else None,
         "against": case.against,
+        "beside": beside,
         "throttled_to_bytes_per_s": case.link_bytes_per_s,
         "link": link,
         "store": sizes,
         "measured": {**top, "step_s": step_s, "tokens_per_s": plan.batch * plan.seq_len / step_s, "losses": losses,
                      "seconds": seconds, "phases": phases},
     }  # fmt: skip
+
+
+def timed(engine: Any, step: int) -> tuple[float, Any]:
+    """Seconds of a step on full rows, and its result."""
+    batches = bench.batches(engine.plan, step, engine.built.model.config.vocab_size)
+    _wait(engine.plan)
+    started = time.perf_counter()
+    result = engine.step(batches, step=step, lr=1e-4)
+    _wait(engine.plan)
+    return time.perf_counter() - started, result
+
+
+def by_turns(engine: Any, case: Case, turns: int, tiny: bool) -> dict[str, Any]:
+    """The case's steps and those of the resident case that it is compared with, one after the other."""
+    from fitune.engine.engine import Engine
+
+    other = CASES[case.against or ""]
+    if not tiny:
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    _, _, planned, source = opened(stream_cases.on_cpu(other) if tiny else other, tiny)
+    plan = here(planned, tiny)
+    resident = Engine(bench.filled(source, plan), plan)
+    for step in range(2):
+        timed(resident, step)
+    own, theirs = [], []
+    for turn in range(turns):
+        order = [(engine, own), (resident, theirs)]
+        for which, seconds in order if turn % 2 else order[::-1]:
+            seconds.append(timed(which, turn)[0])
+    rate, their_rate = (e.plan.batch * e.plan.seq_len for e in (engine, resident))
+    ratios = [(rate / a) / (their_rate / b) for a, b in zip(own, theirs, strict=True)]
+    return {"seconds": own, "resident_seconds": theirs, "tokens_per_s_ratio": float(np.median(ratios))}
 
 
 def predicted(context: Any, plan: Any, link_bytes_per_s: float | None) -> dict[str, Any]:
@@ -261,7 +301,7 @@ def _wait(plan: Any) -> None:
         torch.cuda.synchronize()
 
 
-def row(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
+def row(record: dict[str, Any]) -> str:
     """What a person reads of a record."""
     if "error" in record:
         return f"{record['name']:40} ERROR {record['error'][:300]}\n{record.get('traceback', '')[-1500:]}"
@@ -285,10 +325,9 @@ def row(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
     lines.append(f"    GiB: {', '.join(sizes)}; {by_phase}; load {measured['phases']['load']['seconds']:.0f} s")
     if "memory_error" in said:
         lines.append(f"    no prediction: {said['memory_error']}")
-    other = next((r for r in records if r["name"] == record["against"] and "measured" in r), None)
     text = ""
-    if other is not None:
-        text += f"  {measured['tokens_per_s'] / other['measured']['tokens_per_s'] * 100:.1f} % of {record['against']}"
+    if record.get("beside"):
+        text += f"  {record['beside']['tokens_per_s_ratio'] * 100:.1f} % of {record['against']}, by turns"
     if record["link"]:
         link = record["link"]
         text += (f"  {link['bytes_moved'] / 1e9:.1f} GB at {(link['link_bytes_per_s'] or 0) / 1e9:.1f} GB/s, "

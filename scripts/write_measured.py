@@ -35,11 +35,85 @@ def page() -> str:
         measured = [r for r in records if "measured" in r and "predicted" in r]
         if not measured:
             continue
+        if path.name == "plan-points.json":
+            text += points_section(path.name, measured)
+            continue
         free = [r for r in measured if not r["cap_bytes"] or "outcome" not in r]
         text += matrix_section(path.name, free) if "-matrix-" in path.name else section(path.name, free)
         if capped := [r for r in measured if "outcome" in r]:
             text += boundary_section(capped)
+    for path in sorted((RESULTS / "multi_gpu").glob("alone-*.json")):
+        text += alone_section(path.name, json.loads(path.read_text(encoding="utf-8")))
     return text
+
+
+def points_section(name: str, records: list[dict[str, Any]]) -> str:
+    """Runs of `benchmarks/plan_points.py`: plans as they were made, below a cap."""
+    first = records[0]
+    versions = ", ".join(f"{key} {value}" for key, value in first["versions"].items())
+    lines = [
+        f"\n## {first['gpu']['name']}, {first['date']}: plans of a model, a method and a cap\n",
+        f"`{name}` (`benchmarks/plan_points.py`): {versions}. A run is what `fitune train random:MODEL --method METHOD "
+        "--vram CAP` does, with rows as long as they can be, an evaluation and a checkpoint; plan and figures were "
+        "predicted before it ran. Device is what the driver counts in the whole process, in GiB.\n",
+        "| model, method, cap | plan | device predicted | measured | step predicted | measured (s) | outcome |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for r in records:
+        said, was = r["predicted_before"], r["measured"]
+        cells = [
+            r["name"],
+            how(r["plan"]),
+            f"{said['device_bytes'] / GIB:.2f}",
+            f"{was['device_bytes'] / GIB:.2f}",
+            f"{said['step_s']:.2f}",
+            f"{was['step_s']:.2f} ({said['step_s'] / was['step_s'] - 1:+.0%})",
+            r["outcome"],
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def how(plan: dict[str, Any]) -> str:
+    """A plan in a few words."""
+    parts = [
+        f"{plan['base_format']}, {plan['micro_batch']} x {-(-plan['batch'] // plan['micro_batch'])}",
+        f"{plan['recompute_layers']} of {plan['num_layers']} recomputed",
+    ]
+    if plan["stream_from"] != "none":
+        parts.append(f"{plan['num_layers'] - plan['resident_layers']} streamed")
+    parts += ["inputs in RAM"] * plan["offload_inputs"]
+    parts += ["layer by layer"] * (plan["accumulation_order"] == "layer-major")
+    parts += ["state in RAM"] * (plan["optimizer_place"] != "device")
+    return ", ".join(parts)
+
+
+def alone_section(name: str, records: list[dict[str, Any]]) -> str:
+    """Runs of `benchmarks/multi_gpu.py --alone`: one process in a group beside the plain way."""
+    first = records[0]
+    versions = ", ".join(f"{key} {value}" for key, value in first["versions"].items())
+    plain = {r["name"]: r for r in records}
+    lines = [
+        f"\n## {first['gpu']['name']}, {first['date']}: one process in a group\n",
+        f"`multi_gpu/{name}` (`benchmarks/multi_gpu.py run --alone`): {versions}. What a way of sharing costs where "
+        "there is nobody to share with: peak of a step's tensors in GiB and speed, beside the plain way in the same "
+        "lease.\n",
+        "| run | predicted | measured | plain way | tokens/s | of the plain way's |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in records:
+        if not r["against"]:
+            continue
+        other = plain[r["against"]]
+        ratio = r["measured"]["tokens_per_s"] / other["measured"]["tokens_per_s"]
+        cells = [
+            r["name"],
+            *(f"{step_bytes(side) / GIB:.3f}" for side in (r["predicted"], r["measured"], other["measured"])),
+            f"{r['measured']['tokens_per_s']:,.0f}",
+            f"{ratio:.1%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def matrix_section(name: str, records: list[dict[str, Any]]) -> str:

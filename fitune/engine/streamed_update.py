@@ -9,6 +9,7 @@ the host with it where it streams.
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,15 +116,24 @@ class StreamedUpdate:
     def _state(self, masters: HostMasters, optimizer: Any, group: Any, master: Any, index: int) -> dict[str, Any]:
         """The state of a tensor, made (pinned) at its first update, under the names that its library gives."""
         state: dict[str, Any] = optimizer.state[master]
+        zeros = functools.partial(self._zeros, masters)
         if not state and hasattr(optimizer, "init_state"):
+            optimizer.get_state_buffer = zeros  # not first in memory that is given back: little of that goes back
             optimizer.init_state(group, master, 0, index)
         elif not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            state["exp_avg"], state["exp_avg_sq"] = zeros(master), zeros(master)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and not key.startswith("qmap"):
                 state[key] = self._pin(masters, value)
         return state
+
+    def _zeros(self, masters: HostMasters, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if self._in is None:
+            return torch.zeros_like(like, dtype=dtype)
+        made = masters.host_tensor(like.shape, dtype, True)
+        masters.pinned.add(made.untyped_storage().data_ptr())
+        return made
 
     def _pin(self, masters: HostMasters, value: torch.Tensor) -> torch.Tensor:
         if self._in is None or value.untyped_storage().data_ptr() in masters.pinned:

@@ -49,6 +49,12 @@ class Overheads:
     def workspace_bytes(self) -> int:
         return self.workspace.num_bytes
 
+    def outside_bytes(self, pinned_bytes: int) -> int:
+        """Outside torch's allocator in a run that keeps so much pinned memory, from which copies run beside kernels."""
+        if pinned_bytes <= 0 or self.context.basis == "none":
+            return self.context_bytes
+        return self.context_bytes + COPY_STREAMS_BYTES + pinned_bytes * _PAGE_ENTRY_BYTES // _HOST_PAGE_BYTES
+
     @property
     def source(self) -> str:
         """Where the context's size, the larger of the two, comes from."""
@@ -72,6 +78,13 @@ H200_CONTEXT_AT_START_BYTES = 527 * MIB
 H200_CUBLAS_BYTES = (685 - 527) * MIB
 H200_KERNELS_BYTES = (758 - 685) * MIB
 _H200_CONTEXT = Figure(758 * MIB, "measured", "measured on an H200, 2026-11-30", 735 * MIB, 790 * MIB)
+
+# NVIDIA H200, driver 580.159, torch 2.11.0, 2026-12-01 (`benchmarks/results/plan-points.json`): what lies outside the
+# allocator is 751 MiB in runs without copies beside the kernels. In 22 others it is 820 MiB (probably torch's pool of
+# streams, made with the first) and 2.00 MiB for each GiB of pinned memory (0.3 to 57 GiB), within 1.4 MiB: what an entry
+# of 8 bytes in the card's page tables for each page of 4 KiB takes.
+COPY_STREAMS_BYTES = 69 * MIB
+_PAGE_ENTRY_BYTES, _HOST_PAGE_BYTES = 8, 4 * KIB
 
 # ---- documented ----
 

@@ -192,10 +192,11 @@ def _phase(
     if plan.device != "cuda":
         return Phase(name, {}, host.ram(name, plan, facts, tensors, kept_bytes), host.pinned(plan, facts, name),
                      host.disk(name, plan, facts), False, peak.place, sum(tensors.values()))  # fmt: skip
-    device = {**tensors, "context": overheads.context_bytes}
+    pinned = host.pinned(plan, facts, name)
+    device = {**tensors, "context": overheads.outside_bytes(sum(pinned.values()))}
     if replayed.reserved_bytes is not None:
         device[SLACK] = replayed.reserved_bytes - sum(tensors.values())
-    return Phase(name, device, host.ram(name, plan, facts, {}), host.pinned(plan, facts, name),
+    return Phase(name, device, host.ram(name, plan, facts, {}), pinned,
                  host.disk(name, plan, facts), True, peak.place)  # fmt: skip
 
 

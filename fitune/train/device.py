@@ -32,12 +32,12 @@ def prepare(plan: Plan, index: int) -> list[str]:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     total = torch.cuda.get_device_properties(index).total_memory
     if plan.budget_bytes is not None and plan.budget_bytes < total:
-        outside = _context_bytes(index)
+        outside = _outside_bytes(index, plan.predicted.get("pinned_bytes") or 0)
         torch.cuda.set_per_process_memory_fraction(max(0.01, min(1.0, (plan.budget_bytes - outside) / total)), index)
     return notes
 
 
-def _context_bytes(index: int) -> int:
+def _outside_bytes(index: int, pinned_bytes: int) -> int:
     """What the process holds outside torch's allocator, as the planner takes it: this card's own figure, if it has been
     calibrated."""
     import torch
@@ -47,4 +47,5 @@ def _context_bytes(index: int) -> int:
 
     device = next((d for d in hardware.probe().devices if d.index == index), None)
     own = for_planning(device, None)[0] if device is not None else None
-    return overheads("cuda", torch.cuda.get_device_capability(index), own.memory if own else None).context_bytes
+    capability = torch.cuda.get_device_capability(index)
+    return overheads("cuda", capability, own.memory if own else None).outside_bytes(pinned_bytes)

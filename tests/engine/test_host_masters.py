@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from fitune.engine import place
+from fitune.engine import host_masters, place
 from fitune.engine.engine import Engine
 from fitune.engine.host_masters import HostMasters
 from fitune.engine.parts import ENDS, require_host_update
@@ -292,6 +292,13 @@ def test_the_thread_ends_with_the_engine(models):
     gc.collect()
     thread.join(60)
     assert gone() is None and not thread.is_alive()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5_000_001,), (300, 100), (7,), (2**14,)])
+def test_the_norm_of_a_large_gradient(shape, dtype):
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert host_masters._norm(grad).item() == pytest.approx(grad.double().norm().item(), rel=2e-6)
 
 
 def test_gradients_that_are_not_finite(models):

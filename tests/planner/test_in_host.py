@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fitune.memory.constants import COPY_STREAMS_BYTES
 from fitune.planner import in_host, make_plan
 from fitune.planner.notch import next_notch
 from fitune.planner.sentences import translated
@@ -19,8 +20,9 @@ TRAINED = 31_793_664  # parameters of the small model
 
 @functools.cache
 def full(limit_mib, ram_mib=ROOM // MIB, **values):
-    """The plan of a card on which tensors may take so much; replayed as `fitune plan` makes it."""
-    where = machine(card_for(int(limit_mib * MIB)), ram_bytes=int(ram_mib * MIB))
+    """The plan of a card on which tensors may take so much beside copies from RAM; replayed as `fitune plan` makes
+    it."""
+    where = machine(card_for(int(limit_mib * MIB) + COPY_STREAMS_BYTES), ram_bytes=int(ram_mib * MIB))
     return make_plan(recipe(method="full", **(dict(batch=1) | values)), where, config=config(), detailed=True)
 
 
@@ -105,7 +107,8 @@ def test_a_notch_keeps_what_is_trained_in_ram_and_its_gradients_together():
 
 def test_no_more_is_pinned_than_the_driver_may_and_it_is_said():
     """Weights are not pinned then, and why all of them are not on the card is that they are updated there."""
-    where = replace(machine(card_for(150 * MIB), ram_bytes=ROOM), pinned_limit_bytes=60 * MIB)
+    card = card_for(150 * MIB + COPY_STREAMS_BYTES)
+    where = replace(machine(card, ram_bytes=ROOM), pinned_limit_bytes=60 * MIB)
     result = make_plan(recipe(method="full", batch=1), where, config=config(), detailed=True)
     plan, predicted = result.plan, result.predicted
     assert result.fits and plan.stream_from == "pageable"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fitune import plan as plans
+from fitune.memory.constants import COPY_STREAMS_BYTES
 from fitune.planner import DataFacts, choose, make_plan
 from fitune.planner.context import REPLAY_MARGIN, PlanContext
 from fitune.planner.target import choose_target
@@ -195,8 +196,9 @@ WIDE = dict(vocab_size=32000, intermediate_size=5632, num_hidden_layers=4)
 
 
 def tight(limit_mib, detailed=True, **values):
-    """A plan for a model with a large head and wide MLPs; replayed as `fitune plan` makes it."""
-    where = machine(card_for(int(limit_mib * MIB)), ram_bytes=ROOM)
+    """A plan for a model with a large head and wide MLPs, where tensors may take so much beside copies from RAM;
+    replayed as `fitune plan` makes it."""
+    where = machine(card_for(int(limit_mib * MIB) + COPY_STREAMS_BYTES), ram_bytes=ROOM)
     asked = recipe(method="lora", seq_len=1024, batch=1, **values)
     return make_plan(asked, where, config=config(**WIDE), detailed=detailed)
 
@@ -204,7 +206,7 @@ def tight(limit_mib, detailed=True, **values):
 def test_where_nothing_else_fits_the_mlp_is_cut_then_the_head_leaves_then_the_masters():
     """Each with its reason, the same mathematics, and within the budget."""
     rungs = []
-    for limit in (200, 174, 118, 107):
+    for limit in (200, 165, 118, 107):
         result = tight(limit)
         assert result.fits, limit
         plan = result.plan

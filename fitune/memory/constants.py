@@ -81,8 +81,8 @@ _H200_CONTEXT = Figure(758 * MIB, "measured", "measured on an H200, 2026-11-30",
 
 # NVIDIA H200, driver 580.159, torch 2.11.0, 2026-12-01 (`benchmarks/results/plan-points.json`): what lies outside the
 # allocator is 751 MiB in runs without copies beside the kernels. In 22 others it is 820 MiB (probably torch's pool of
-# streams, made with the first) and 2.00 MiB for each GiB of pinned memory (0.3 to 57 GiB), within 1.4 MiB: what an entry
-# of 8 bytes in the card's page tables for each page of 4 KiB takes.
+# streams, made with the first) and 2.00 MiB for each GiB of pinned memory (0.3 to 57 GiB), within 1.4 MiB: what an
+# entry of 8 bytes in the card's page tables for each page of 4 KiB takes.
 COPY_STREAMS_BYTES = 69 * MIB
 _PAGE_ENTRY_BYTES, _HOST_PAGE_BYTES = 8, 4 * KIB
 

@@ -237,12 +237,15 @@ def measure(
     }  # fmt: skip
 
 
-def timed(engine: Any, step: int) -> tuple[float, Any]:
-    """Seconds of a step on full rows, and its result."""
+def timed(engine: Any, step: int, *, to_its_end: bool = False) -> tuple[float, Any]:
+    """Seconds of a step on full rows, and its result. `to_its_end`: with the updates in RAM that would go on beside the
+    next step."""
     batches = bench.batches(engine.plan, step, engine.built.model.config.vocab_size)
     _wait(engine.plan)
     started = time.perf_counter()
     result = engine.step(batches, step=step, lr=1e-4)
+    if to_its_end:
+        engine.settle()
     _wait(engine.plan)
     return time.perf_counter() - started, result
 
@@ -265,7 +268,7 @@ def by_turns(engine: Any, case: Case, turns: int, tiny: bool) -> dict[str, Any]:
     for turn in range(turns):
         order = [(engine, own), (resident, theirs)]
         for which, seconds in order if turn % 2 else order[::-1]:
-            seconds.append(timed(which, turn)[0])
+            seconds.append(timed(which, turn, to_its_end=True)[0])  # else the other one's step would be slowed by it
     rate, their_rate = (e.plan.batch * e.plan.seq_len for e in (engine, resident))
     ratios = [(rate / a) / (their_rate / b) for a, b in zip(own, theirs, strict=True)]
     return {"seconds": own, "resident_seconds": theirs, "tokens_per_s_ratio": float(np.median(ratios))}

@@ -93,15 +93,15 @@ CASES: dict[str, Case] = {
         "masters and state in RAM, the MLP in one piece", _8B | dict(batch=1), LEAN | dict(optimizer_place="host"), 2,
         _1x),
     _4x: Case("resident, what others are compared with", _8B | dict(batch=4)),
-    "8b-nf4-4x2048-by-1-major-lean": Case(
-        "8,192 tokens a step, layer by layer: >= 95 % of resident in <= 2 GiB", _8B | dict(batch=4, micro_batch=1),
+    "8b-nf4-4x2048-by-2-major-lean": Case(
+        "8,192 tokens a step, layer by layer: >= 95 % of resident in <= 2 GiB", _8B | dict(batch=4, micro_batch=2),
         LEAN | MAJOR, 2, _4x),
     # -- 3: bf16 -------------------------------------------------------------------------------------------------------
     "8b-bf16-4x2048-chosen-cap10": Case(
         "10 GiB cap of the process, planned: >= 100 % of NF4-resident",
         _BF16 | dict(batch=4, vram=10, recompute="auto"), {}, 3, _4x, chosen=True),
-    "8b-bf16-4x2048-by-1-major-lean-cap4": Case(
-        "4 GiB cap of the process: >= 95 % of NF4-resident", _BF16 | dict(batch=4, micro_batch=1, vram=4),
+    "8b-bf16-4x2048-by-2-major-lean-cap4": Case(
+        "4 GiB cap of the process: >= 95 % of NF4-resident", _BF16 | dict(batch=4, micro_batch=2, vram=4),
         LEAN | MAJOR, 3, _4x),
     "8b-bf16-1x2048-least": Case(
         "smallest peak <= 1.5 GiB", _BF16 | dict(batch=1), LEAST, 3, _1x),
@@ -109,9 +109,9 @@ CASES: dict[str, Case] = {
     "70b-nf4-2-layers-resident": Case(
         "two resident layers: the compute-bound rate of 70B is this step's time per layer",
         _8B | dict(model="random:meta-llama/Llama-3.1-70B", batch=1, seq_len=4096), {}, 4, layers=2),
-    "70b-nf4-1x4096-leanest": Case(
+    "70b-nf4-1x4096-least": Case(
         "<= 3 GiB at >= 90 % of the compute-bound rate",
-        _LONG | dict(model="random:meta-llama/Llama-3.1-70B", seq_len=4096), LEANEST | dict(mlp_tiles=8), 4, steps=3,
+        _8B | dict(model="random:meta-llama/Llama-3.1-70B", batch=1, seq_len=4096), LEAST, 4, steps=3,
         evaluates=False),
     "32b-bf16-1x4096-ram": Case(
         "16-bit 32B from RAM (66 GB): recorded", _BF16 | dict(model="random:Qwen/Qwen2.5-32B", batch=1, seq_len=4096),

@@ -120,6 +120,7 @@ class StreamedUpdate:
         if not state and hasattr(optimizer, "init_state"):
             optimizer.get_state_buffer = zeros  # not first in memory that is given back: little of that goes back
             optimizer.init_state(group, master, 0, index)
+            del optimizer.get_state_buffer  # else it and the masters would keep each other, and what is pinned
         elif not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = zeros(master), zeros(master)

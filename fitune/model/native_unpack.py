@@ -12,12 +12,15 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 _Kernel = Callable[[int | None, int, int, int, int, int, int], None]
-# (code or NULL, packed, scales, out, values per scale, values, stream); backends/cuda/ops.py of bitsandbytes 0.50
-_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+# (code or NULL, packed, scales, out, values per scale, values, stream); backends/cuda/ops.py of bitsandbytes 0.49 and
+# 0.50; from 0.50 on the library's own functions say so too
+_ARGUMENTS = [*[ctypes.c_void_p] * 4, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+_PROTOTYPE = ctypes.CFUNCTYPE(None, *_ARGUMENTS)
 _MOST_VALUES = 2**31 - 1  # they are counted in a C int
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -39,11 +42,18 @@ def kernels() -> Kernels | None:
         from bitsandbytes.cextension import lib
 
         library = lib._lib
+        if not _takes_these(library.cdequantize_blockwise_fp32, library.cdequantize_blockwise_bf16_nf4):
+            return None
         found = {(format, dtype): _PROTOTYPE((f"cdequantize_blockwise_{name}_{format}", library))
                  for format in ("nf4", "fp4") for dtype, name in _NAMES.items()}  # fmt: skip
         return Kernels(found, _PROTOTYPE(("cdequantize_blockwise_fp32", library)))
     except (ImportError, AttributeError):  # another version, or a build for another kind of processor
         return None
+
+
+def _takes_these(*functions: Any) -> bool:
+    """Whether nothing else is declared: with other arguments a kernel would write anywhere."""
+    return all(f.argtypes is None or list(f.argtypes) == _ARGUMENTS for f in functions)
 
 
 def fits(codes: torch.Tensor, absmax: torch.Tensor) -> bool:

@@ -32,9 +32,17 @@ def prepare(plan: Plan, index: int) -> list[str]:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     total = torch.cuda.get_device_properties(index).total_memory
     if plan.budget_bytes is not None and plan.budget_bytes < total:
-        outside = _outside_bytes(index, plan.predicted.get("pinned_bytes") or 0)
+        # of several processes what is pinned is the sum of a machine's; what the plan counted is of one
+        pinned_bytes = (plan.predicted.get("pinned_bytes") or 0) if plan.world_size == 1 else 0
+        outside = max(_outside_bytes(index, pinned_bytes), _planned_bytes(plan))
         torch.cuda.set_per_process_memory_fraction(max(0.01, min(1.0, (plan.budget_bytes - outside) / total)), index)
     return notes
+
+
+def _planned_bytes(plan: Plan) -> int:
+    """What the plan took for memory outside torch's allocator, where it was replayed; else 0."""
+    phases = plan.predicted.get("phases") or {}
+    return max(((phase.get("device") or {}).get("context", 0) for phase in phases.values()), default=0)
 
 
 def _outside_bytes(index: int, pinned_bytes: int) -> int:

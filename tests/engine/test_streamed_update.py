@@ -32,6 +32,15 @@ def test_adapters(model):
     assert_same_training(ours, trained(made(model, **common)))
 
 
+def test_the_library_keeps_nothing_of_ours(model):
+    """An optimizer that knew the masters, which know it, would keep pinned memory until somebody collects garbage."""
+    engine = made(model, **dict(FULL, optimizer="adamw8bit", **STREAMED), optimizer_place="streamed")
+    engine.step(BATCHES, step=0, lr=1e-2)
+    engine.settle()
+    assert engine.in_host.optimizer.each
+    assert not any("get_state_buffer" in vars(each) for each in engine.in_host.optimizer.each.values())
+
+
 def test_resumed_from_the_state_of_another_place(model):
     """The state has the same names and values wherever it is kept."""
     common = dict(optimizer="adamw8bit", clip=1.0, **FULL, **STREAMED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -202,3 +204,25 @@ def test_unpacked_by_the_library_itself_as_by_its_operators(monkeypatch, format,
 def test_without_cuda_the_operators_unpack():
     made = pack(torch.randn(64, 64), "nf4")
     assert not native_unpack.fits(made.tensors["codes"], made.tensors["absmax"])
+
+
+def test_a_library_that_declares_other_arguments_is_not_called(monkeypatch):
+    from bitsandbytes import cextension
+
+    class Library:
+        def __init__(self, argtypes):
+            self.argtypes = argtypes
+
+        def __getattr__(self, name):
+            assert name.startswith("cdequantize_blockwise_")
+            return SimpleNamespace(argtypes=self.argtypes)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(native_unpack, "_PROTOTYPE", lambda named: named[0])
+    expected = native_unpack._ARGUMENTS
+    for argtypes, known in ((None, True), (tuple(expected), True), (expected[1:], False)):
+        monkeypatch.setattr(cextension, "lib", SimpleNamespace(_lib=Library(argtypes)))
+        found = native_unpack.kernels.__wrapped__()
+        assert (found is not None) == known
+    monkeypatch.setattr(cextension, "lib", SimpleNamespace(_lib=lambda: None))  # of a library that could not be loaded
+    assert native_unpack.kernels.__wrapped__() is None

@@ -209,9 +209,9 @@ def _measured(events: list[dict[str, Any]], point: Point) -> dict[str, Any]:
     phases = measured_peaks(events)
     top = {f: max((p[f] for p in phases.values() if p.get(f) is not None), default=None) for f in fields}
     steps = [e for e in events if e["event"] == "step"]
-    later = [e["step_s"] for e in steps[2:] or steps[1:]]
-    step_s = statistics.median(later) if later else None
-    tokens = steps[-1]["tokens"] if later else None
+    later = steps[2:] or steps[1:]
+    step_s = statistics.median(e["step_s"] for e in later) if later else None
+    tokens = statistics.median_low(e["tokens"] for e in later) if later else None  # an epoch's last step has fewer
     retries = None
     if not point.tiny:
         import torch

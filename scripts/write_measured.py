@@ -53,21 +53,23 @@ def points_section(name: str, records: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in first["versions"].items())
     lines = [
         f"\n## {first['gpu']['name']}, {first['date']}: plans of a model, a method and a cap\n",
-        f"`{name}` (`benchmarks/plan_points.py`): {versions}. A run is what `fitune train random:MODEL --method METHOD "
-        "--vram CAP` does, with rows as long as they can be, an evaluation and a checkpoint; plan and figures were "
+        f"`{name}` (`benchmarks/plan_points.py`): {versions}. A run is what `fitune train` makes of a model, a method "
+        "and `--vram`, with rows as long as they can be, an evaluation and a checkpoint; plan and figures were "
         "predicted before it ran. Device is what the driver counts in the whole process, in GiB.\n",
         "| model, method, cap | plan | device predicted | measured | step predicted | measured (s) | outcome |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for r in records:
-        said, was = r["predicted_before"], r["measured"]
+        # one that does not fit, or broke off, has fewer figures
+        said, was = r.get("predicted_before", r["predicted"]), r["measured"]
+        step_s, took_s = said.get("step_s"), was.get("step_s")
+        sizes = (side.get("device_bytes") for side in (said, was))
         cells = [
             r["name"],
             how(r["plan"]),
-            f"{said['device_bytes'] / GIB:.2f}",
-            f"{was['device_bytes'] / GIB:.2f}",
-            f"{said['step_s']:.2f}",
-            f"{was['step_s']:.2f} ({said['step_s'] / was['step_s'] - 1:+.0%})",
+            *(f"{size / GIB:.2f}" if size else "-" for size in sizes),
+            f"{step_s:.2f}" if step_s else "-",
+            f"{took_s:.2f} ({step_s / took_s - 1:+.0%})" if step_s and took_s else "-",
             r["outcome"],
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -9,7 +9,7 @@ import pytest
 
 from fitune.memory import constants
 from fitune.memory.constants import BASES, BY_CAPABILITY, Figure, overheads
-from fitune.units import MIB
+from fitune.units import GIB, MIB
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RECORD, MATRIX = RESULTS / "h200-2026-11-30.json", RESULTS / "h200-matrix-2026-11-30.json"
@@ -57,6 +57,20 @@ def test_every_run_of_the_matrix_lies_within_too():
     for record in records:
         outside = record["measured"]["device_bytes"] - record["measured"]["peak_reserved_bytes"]
         assert hopper.low_bytes <= outside <= hopper.high_bytes, record["name"]
+
+
+def test_what_pinned_memory_takes_beside_the_context():
+    """Page tables and copy streams: with the 7 MiB that the context is planned above what most runs have, to 2 MiB."""
+    hopper = overheads("cuda", (9, 0))
+    records = json.loads((RESULTS / "plan-points.json").read_text(encoding="utf-8"))
+    pinned = {r["name"]: r["predicted_before"]["pinned_bytes"] or 0 for r in records}
+    assert min(pinned.values()) == 0 and max(pinned.values()) > 50 * GIB
+    for record in records:
+        measured = record["measured"]["phases"]["save"]
+        outside = measured["device_bytes"] - measured["peak_reserved_bytes"]
+        expected = hopper.outside_bytes(pinned[record["name"]])
+        assert 5 * MIB <= expected - outside <= 9 * MIB, record["name"]
+    assert overheads("cpu", None).outside_bytes(GIB) == 0
 
 
 def test_cublas_workspaces_are_torchs_defaults():

@@ -13,6 +13,7 @@ from fitune import plan as plans
 from fitune.engine.optimizers import update_peak_bytes
 from fitune.memory import affine, codec, held, known, states, trace, trace_cache
 from fitune.memory.entry import Entry
+from fitune.memory.pieces import STREAMED
 from fitune.memory.replay import StepTerms
 from fitune.memory.variant import NOT_TRACED, for_any_rank, variant_of
 from fitune.recipe import Recipe
@@ -113,6 +114,11 @@ def test_a_script_with_another_optimizer_is_that_of_a_trace_with_it(traced, opti
         assert script == tracer.script()
     terms = states.terms_with_optimizer(tracer.terms(*SHAPE), entry.dims, optimizer, entry.granule)
     assert terms == made.terms(*SHAPE)
+    # layers that stream are a kind of their own, of the same shapes
+    base = tracer.terms(*SHAPE)
+    streamed = dataclasses.replace(base, layers={kind + STREAMED: of for kind, of in base.layers.items()})
+    found = states.terms_with_optimizer(streamed, entry.dims, optimizer, entry.granule)
+    assert found.layers == {kind + STREAMED: of for kind, of in terms.layers.items()}
 
 
 def test_a_step_with_another_optimizer_is_traced_the_same(traced):

@@ -295,7 +295,7 @@ class _Placed:
             num_rows, num_columns, loss_chunk, **how
         )
         if self.plan.offload_inputs and self.plan.head_place == "device":  # else they were traced so
-            told = _without_inputs(told)
+            told = _without_inputs(told, how["recompute_layers"])
         return list(_without_masters(told, self.plan) if hosted else told)
 
     def eval_events(self, num_rows: int, num_columns: int, loss_chunk: int) -> list[Event]:
@@ -309,22 +309,32 @@ class _Placed:
 _INPUTS = -2000  # numbers of blocks that no script uses
 
 
-def _without_inputs(events: Iterable[Event]) -> Iterator[Event]:
-    """Two buffers from a pass's first saved input to its last in place of a room for each."""
+def _without_inputs(events: Iterable[Event], recompute: int) -> Iterator[Event]:
+    """In place of a room for each saved input, what `fitune.engine.inputs` has of them on the card: the one that was
+    sent last until the backward pass comes to them (at layer `recompute` - 1), then two buffers until the last is used.
+    (That a layer's output goes before its backward pass is left out: one hidden state too much.)"""
     rooms: set[int] = set()
-    buffers: list[Event] = []
+    there: list[Event] = []
+    has_turned = False
     number = _INPUTS
     for event in events:
         if event.num_bytes > 0 and event.part == "stash":
             if not rooms:
-                buffers = [replace(event, block=number - i, label="layer input, on its way") for i in range(2)]
-                number -= 2
-                yield from buffers
+                there, has_turned = [replace(event, block=number, label="layer input, on its way")], False
+                number -= 3
+                yield from there
             rooms.add(event.block)
-        elif event.num_bytes < 0 and event.block in rooms:
+            continue
+        if rooms and not has_turned and event.part == "backward" and event.layer == recompute - 1:
+            (sent,) = there
+            yield replace(event, block=sent.block, num_bytes=-sent.num_bytes, owner=sent.owner, label=sent.label)
+            there = [replace(sent, block=sent.block - i, part=event.part, layer=event.layer) for i in (1, 2)]
+            yield from there
+            has_turned = True
+        if event.num_bytes < 0 and event.block in rooms:
             rooms.discard(event.block)
             if not rooms:
-                yield from (replace(event, block=b.block, num_bytes=-b.num_bytes) for b in buffers)
+                yield from (replace(event, block=b.block, num_bytes=-b.num_bytes) for b in there)
         else:
             yield event
 

@@ -8,9 +8,11 @@ import pytest
 
 from fitune.memory.dry import Rows
 from fitune.memory.replay import peaks
+from fitune.memory.trace import Tracer
 from fitune.planner import placement
 from fitune.planner.context import PlanContext
 from fitune.planner.target import choose_target
+from tests import tiny
 from tests.memory.brute import WholeModel, cuda_plan
 from tests.planner.case import GIB, card, config, machine, recipe
 
@@ -89,3 +91,21 @@ def assert_as_the_engine(place, base_format, runs):
                                     first_step=True)  # fmt: skip
         error = peak_of_events(events) / real - 1
         assert -0.005 <= error <= 0.01, (recompute, micro_batches, f"{error:+.2%}")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_inputs_in_ram_against_a_trace_that_has_them_there(name):
+    """Exactly one hidden state too much, which a layer's output is while its backward pass runs."""
+    shape = (2, 64, 64)
+    hidden_bytes = 2 * 64 * 64 * 2
+    config = tiny.config_of(name, num_hidden_layers=6)
+    plan = cuda_plan(config, stream_from="pinned", resident_layers=2, offload_inputs=True, micro_batch=2)
+    exact, resident = Tracer(config, plan), Tracer(config, placement.resident(plan))
+    for recompute, num_micro_batches in ((6, 1), (6, 2), (4, 1), (3, 2), (1, 1)):
+        asked = plan.with_(recompute_layers=recompute, batch=2 * num_micro_batches)
+        how = dict(recompute_layers=recompute, accumulates=num_micro_batches > 1, first_step=True)
+        placed = placement._Placed(resident, asked, 2 * num_micro_batches)
+        highest: list[int] = []
+        for events in (exact.step_events(*shape, **how), placed.step_events(*shape, **how)):
+            highest.append(max(itertools.accumulate(event.num_bytes for event in events)))
+        assert 0 <= highest[1] - highest[0] <= hidden_bytes, (recompute, num_micro_batches)

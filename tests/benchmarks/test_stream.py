@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import stream_cases
 import stream_killed
 import stream_limits
 from stream_cases import CASES, EQUALITIES
+
+BRIEF = argparse.Namespace(steps=2, turns=2)
 
 
 def test_every_acceptance_has_cases_and_every_case_its_reason():
@@ -32,12 +35,18 @@ def test_an_acceptance_brings_what_it_is_compared_with():
 
 @pytest.mark.parametrize("name", ["8b-nf4-1x2048-least", "qwen3-30b-a3b-nf4-1x2048-experts"])
 def test_a_case_runs_at_tiny_sizes_on_the_cpu(name):
-    record = stream.work(name, 2, tiny=True)
+    record = stream.work(name, BRIEF, tiny=True)
     assert record["plan"]["device"] == "cpu" and len(record["measured"]["losses"]) == 2
     assert record["predicted"]["peak_allocated_bytes"] > 0 and record["predicted"]["step_s"] > 0
     if "experts" in name:
         assert record["num_trained"] > 2 * 4 * 8 * 16 * 64, "every expert has its own A and B"
-    assert name in stream.row(record, [record])
+    assert name in stream.row(record)
+    beside = record["beside"]
+    if CASES[name].against is None:
+        assert beside is None
+    else:
+        assert len(beside["seconds"]) == len(beside["resident_seconds"]) == 2 and beside["tokens_per_s_ratio"] > 0
+        assert "by turns" in stream.row(record)
 
 
 def test_a_shape_keeps_as_many_layers_as_asked_for():
@@ -50,15 +59,15 @@ def test_a_shape_keeps_as_many_layers_as_asked_for():
 def test_a_run_from_the_disk_is_killed_in_a_step_and_comes_to_the_same_bits(monkeypatch, tmp_path):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path))
     name = "8b-bf16-1x2048-disk-ram8-killed"
-    record = stream.work(name, 2, tiny=True)
+    record = stream.work(name, BRIEF, tiny=True)
     assert record.get("error") is None, record
     assert record["plan"]["stream_from"] == "disk" and record["link"]["link_bytes"] > 0
     assert record["killed"]["in_step"] == 3 and record["killed"]["steps_before"] == 2, "in the middle of the third step"
     assert record["killed"]["resumed_from"] in (None, 1, 2), "not from the beginning of a step that was not over"
     assert record["bit_identical"] == {"losses": True, "gradient_norms": True, "adapter_sha256": True}
-    assert len(record["losses"][0]) == 4 and "same bits" in stream.row(record, [record])
+    assert len(record["losses"][0]) == 4 and "same bits" in stream.row(record)
     other = record | {"bit_identical": record["bit_identical"] | {"losses": False}}
-    assert "DIFFERENT losses" in stream.row(other, [other])
+    assert "DIFFERENT losses" in stream.row(other)
 
 
 DONE = dict(job={}, recipe={}, plan={}, ram_left=None, resumed_from=2, losses=[1.0], gradient_norms=[1.0],

@@ -126,6 +126,13 @@ def commit() -> str:
     return (answer.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
 
 
+def decided(plan: Record) -> Record:
+    """A plan's decisions, without what only describes it or the machine that it was made on."""
+    said = ("predicted", "reasons", "device_name", "model", "budget_bytes")
+    found: Record = json.loads(json.dumps({key: value for key, value in plan.items() if key not in said}))
+    return found
+
+
 def engine_of(recipe: Any, plan: Any) -> Any:
     """An engine over the filled model of a recipe."""
     from fitune.engine.engine import Engine

@@ -253,17 +253,13 @@ def rank(job: dict[str, Any]) -> None:
 
 def by_itself(job: dict[str, Any], grouped: bool) -> dict[str, Any]:
     """`measure` in this process alone; `grouped`: in a real group whose only process it is."""
-    import socket
-
     from fitune.parallel.group import Group
+    from fitune.parallel.launch import free_port
     from fitune.parallel.world import Single, World
 
     if not grouped:
         return measure(job, Single()) or {}
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    group = Group(World(0, 1, 0, 1, port=port), "cpu" if job["cpu"] else "cuda")
+    group = Group(World(0, 1, 0, 1, port=free_port()), "cpu" if job["cpu"] else "cuda")
     try:
         return measure(job, group) or {}
     finally:

@@ -190,15 +190,9 @@ def trained(point: Point, values: Record, runs: Path) -> Record:
     described = {} if planned is None else _described(point, recipe, planned)
     measured = _measured(events, point)
     _keep_adapter(folder, point)
-    same = planned is not None and _decided(planned["plan"]) == _decided(values["plan"])
+    same = planned is not None and bench.decided(planned["plan"]) == bench.decided(values["plan"])
     return {**values, **bench.header(point.name), **described, "same_plan_as_predicted": same, "outcome": outcome,
             "predicted_before": values["predicted"], "measured": measured}  # fmt: skip
-
-
-def _decided(plan: dict[str, Any]) -> dict[str, Any]:
-    """A plan's decisions, without what only describes it."""
-    said = ("predicted", "reasons", "device_name", "model", "budget_bytes")
-    return json.loads(json.dumps({k: v for k, v in plan.items() if k not in said}))
 
 
 def _measured(events: list[dict[str, Any]], point: Point) -> dict[str, Any]:

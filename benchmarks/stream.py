@@ -21,7 +21,6 @@ the processor of a rented machine may be half as fast a few seconds later. Memor
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument(
         "--points", type=Path, default=Path("benchmarks/stream-points.json"), help="what --predict wrote"
     )
-    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--predict", action="store_true", help="only write what the cases should need")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--turns", type=int, default=8, help="steps of each side where two take them by turns")
     parser.add_argument("--budget-s", type=float, default=120.0)
@@ -121,17 +120,11 @@ def predict(names: list[str], out: bench.Records) -> None:
         started = time.time()
         case = stream_cases.on_h200(CASES[name])
         _, context, plan = stream_cases.planned(case, stream_cases.config_of(case.recipe["model"], case.layers, False))
-        out.add({"name": name, "commit": bench.commit(), "plan": decided(plan),
+        out.add({"name": name, "commit": bench.commit(), "plan": bench.decided(plan.as_dict()),
                  "predicted": predicted(context, plan, case.link_bytes_per_s)})  # fmt: skip
         said = out.records[-1]["predicted"]
         print(f"{name:40} {(said.get('peak_allocated_bytes') or 0) / GIB:.3f} GiB, step {said['step_s'] or 0:.3f} s"
               f" [{time.time() - started:.0f} s]", flush=True)  # fmt: skip
-
-
-def decided(plan: Any) -> dict[str, Any]:
-    """What a plan decides, whatever machine it was made on."""
-    said = ("predicted", "reasons", "device_name", "budget_bytes")
-    return json.loads(json.dumps({key: value for key, value in plan.as_dict().items() if key not in said}))
 
 
 def dry(name: str) -> bool:
@@ -203,7 +196,8 @@ def measure(
             "link_bytes_per_s": links[-1].link_bytes_per_s,
             "wait_share": float(np.median(shares[2:] or shares[-1:])),
         }
-    said = before["predicted"] if before and before["plan"] == decided(planned) else None
+    is_same = before is not None and bench.decided(before["plan"]) == bench.decided(planned.as_dict())
+    said = before["predicted"] if before is not None and is_same else None
     store = engine.built.streamed
     sizes = None
     if isinstance(engine.driver.weights, Ring):

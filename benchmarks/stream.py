@@ -8,6 +8,7 @@
     python benchmarks/stream.py --all                # also the long ones
     python benchmarks/stream.py --predict            # beforehand, without a GPU: what an H200 should need, into POINTS
     python benchmarks/stream.py --tiny               # every case at tiny sizes, without a GPU: that none fails
+    python benchmarks/stream.py --profile FOLDER CASE [CASE ...]  # where a step's time goes; nothing is recorded
 
 Weights are random (seeded, made on the GPU). Every case (see `stream_cases.py`) runs in its own forked process; one
 that is in the output file already is passed over (use --again), and none is begun after `--budget-s` seconds. Records
@@ -31,9 +32,12 @@ import numpy as np
 import stream_cases
 import stream_equal
 import stream_killed
+import stream_profile
 from bench import GIB
 from stream_cases import CASES, EQUALITIES, Case, here, opened
 from stream_limits import leave_ram, throttle
+
+STEPS_OF_A_TURN = 3
 
 
 def main() -> None:
@@ -45,12 +49,13 @@ def main() -> None:
     )
     parser.add_argument("--predict", action="store_true", help="only write what the cases should need")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=8, help="steps of each side where two take them by turns")
+    parser.add_argument("--turns", type=int, default=4, help="of each side where two take steps by turns")
     parser.add_argument("--budget-s", type=float, default=120.0)
     parser.add_argument("--acceptance", type=int, help="only its cases, and those they are compared with")
     parser.add_argument("--all", action="store_true", help="also the long cases")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--list", action="store_true", help="with cases or --acceptance: also what they should need")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="a text per case, and no record")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, at tiny sizes; nothing is recorded")
     args = parser.parse_args()
     unknown = set(args.cases) - set(CASES) - set(EQUALITIES)
@@ -65,6 +70,9 @@ def main() -> None:
     if args.tiny:
         failed = [name for name in names if not dry(name)]
         raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
+    if args.profile:
+        profile([name for name in names if name in CASES and not CASES[name].killed], args.profile)
+        return
     known = bench.Records(args.points)
     if args.predict:
         predict([name for name in names if name in CASES], known)
@@ -127,6 +135,23 @@ def predict(names: list[str], out: bench.Records) -> None:
               f" [{time.time() - started:.0f} s]", flush=True)  # fmt: skip
 
 
+def profile(names: list[str], folder: Path) -> None:
+    """Where the time of each case's fourth step goes."""
+    for name in names:
+        print(bench.forked_record(name, lambda name=name: profiled_case(name, folder / f"{name}.txt")), flush=True)
+
+
+def profiled_case(name: str, path: Path) -> dict[str, Any]:
+    """The seconds of each step, the last under the profiler."""
+    from fitune.engine.engine import Engine
+
+    _, _, planned, source = opened(CASES[name], tiny=False)
+    engine = Engine(bench.filled(source, planned), planned)
+    seconds = [timed(engine, step)[0] for step in range(3)]
+    stream_profile.profiled(lambda: seconds.append(timed(engine, 3)[0]), path)
+    return {"name": name, "seconds": [round(s, 4) for s in seconds], "file": str(path)}
+
+
 def dry(name: str) -> bool:
     """A case at tiny sizes on the CPU, in a process of its own; whether it ran."""
     started = time.time()
@@ -184,7 +209,7 @@ def measure(
         meter.reset()
         engine.evaluate(bench.batches(plan, 0, engine.built.model.config.vocab_size))
         phases["eval"] = meter.peaks()
-    beside = by_turns(engine, case, args.turns, tiny) if case.against else None
+    beside = by_turns(engine, case, case.turns or args.turns, tiny) if case.against else None
     step_s = float(np.median(seconds[2:] or seconds[-1:]))
     keys = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
     top = {key: max((p[key] or 0) for p in phases.values()) for key in keys}
@@ -231,21 +256,34 @@ def measure(
     }  # fmt: skip
 
 
-def timed(engine: Any, step: int, *, to_its_end: bool = False) -> tuple[float, Any]:
-    """Seconds of a step on full rows, and its result. `to_its_end`: with the updates in RAM that would go on beside the
-    next step."""
+def timed(engine: Any, step: int) -> tuple[float, Any]:
+    """Seconds of a step on full rows, and its result."""
     batches = bench.batches(engine.plan, step, engine.built.model.config.vocab_size)
     _wait(engine.plan)
     started = time.perf_counter()
     result = engine.step(batches, step=step, lr=1e-4)
-    if to_its_end:
-        engine.settle()
     _wait(engine.plan)
     return time.perf_counter() - started, result
 
 
+def some_steps(engine: Any) -> float:
+    """Seconds per step of some in a row, the last one with the updates in RAM that would go on beside the next step
+    (else the other one's would be slowed by them)."""
+    batches = [
+        bench.batches(engine.plan, step, engine.built.model.config.vocab_size) for step in range(STEPS_OF_A_TURN)
+    ]
+    _wait(engine.plan)
+    started = time.perf_counter()
+    for step, each in enumerate(batches):
+        engine.step(each, step=step, lr=1e-4)
+    engine.settle()
+    _wait(engine.plan)
+    return (time.perf_counter() - started) / STEPS_OF_A_TURN
+
+
 def by_turns(engine: Any, case: Case, turns: int, tiny: bool) -> dict[str, Any]:
-    """The case's steps and those of the resident case that it is compared with, one after the other."""
+    """The case's steps and those of the resident case that it is compared with, `STEPS_OF_A_TURN` after as many of the
+    other's: seconds per step of each turn."""
     from fitune.engine.engine import Engine
 
     other = CASES[case.against or ""]
@@ -262,10 +300,15 @@ def by_turns(engine: Any, case: Case, turns: int, tiny: bool) -> dict[str, Any]:
     for turn in range(turns):
         order = [(engine, own), (resident, theirs)]
         for which, seconds in order if turn % 2 else order[::-1]:
-            seconds.append(timed(which, turn, to_its_end=True)[0])  # else the other one's step would be slowed by it
+            seconds.append(some_steps(which))
     rate, their_rate = (e.plan.batch * e.plan.seq_len for e in (engine, resident))
     ratios = [(rate / a) / (their_rate / b) for a, b in zip(own, theirs, strict=True)]
-    return {"seconds": own, "resident_seconds": theirs, "tokens_per_s_ratio": float(np.median(ratios))}
+    return {
+        "steps_of_a_turn": STEPS_OF_A_TURN,
+        "seconds": own,
+        "resident_seconds": theirs,
+        "tokens_per_s_ratio": float(np.median(ratios)),
+    }
 
 
 def predicted(context: Any, plan: Any, link_bytes_per_s: float | None) -> dict[str, Any]:

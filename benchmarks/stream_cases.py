@@ -46,7 +46,7 @@ class Case:
         against: the resident case that its speed is compared with.
         link_bytes_per_s: copies are made as slow as on such a link.
         layers: so many decoder layers of the shape (None: all).
-        steps: so many optimizer steps (None: as asked for on the command line).
+        steps, turns: so many optimizer steps, alone and by turns (None: as asked for on the command line).
         evaluates: whether an evaluation is measured too.
         chosen: the planner chooses everything that the recipe leaves open.
         ram_bytes: host memory that is left for the process.
@@ -62,6 +62,7 @@ class Case:
     link_bytes_per_s: float | None = None
     layers: int | None = None
     steps: int | None = None
+    turns: int | None = None
     evaluates: bool = True
     chosen: bool = False
     ram_bytes: int | None = None
@@ -93,16 +94,17 @@ CASES: dict[str, Case] = {
         "masters and state in RAM, the MLP in one piece", _8B | dict(batch=1), LEAN | dict(optimizer_place="host"), 2,
         _1x),
     _4x: Case("resident, what others are compared with", _8B | dict(batch=4)),
+    "8b-nf4-4x2048-major-least": Case(
+        "8,192 tokens a step, layer by layer: >= 95 % of resident in <= 2 GiB; the MLP in halves", _8B | dict(batch=4),
+        LEAST | MAJOR, 2, _4x),
     "8b-nf4-4x2048-by-2-major-lean": Case(
-        "8,192 tokens a step, layer by layer: >= 95 % of resident in <= 2 GiB", _8B | dict(batch=4, micro_batch=2),
-        LEAN | MAJOR, 2, _4x),
+        "the same as two micro-batches", _8B | dict(batch=4, micro_batch=2), LEAN | MAJOR, 2, _4x),
     # -- 3: bf16 -------------------------------------------------------------------------------------------------------
     "8b-bf16-4x2048-chosen-cap10": Case(
         "10 GiB cap of the process, planned: >= 100 % of NF4-resident",
         _BF16 | dict(batch=4, vram=10, recompute="auto"), {}, 3, _4x, chosen=True),
-    "8b-bf16-4x2048-by-2-major-lean-cap4": Case(
-        "4 GiB cap of the process: >= 95 % of NF4-resident", _BF16 | dict(batch=4, micro_batch=2, vram=4),
-        LEAN | MAJOR, 3, _4x),
+    "8b-bf16-4x2048-major-least-cap4": Case(
+        "4 GiB cap of the process: >= 95 % of NF4-resident", _BF16 | dict(batch=4, vram=4), LEAST | MAJOR, 3, _4x),
     "8b-bf16-1x2048-least": Case(
         "smallest peak <= 1.5 GiB", _BF16 | dict(batch=1), LEAST, 3, _1x),
     # -- 4: 70B and 32B ------------------------------------------------------------------------------------------------
@@ -127,14 +129,14 @@ CASES: dict[str, Case] = {
     "8b-full-16x2048-resident": Case("resident, what others are compared with", _FULL),
     "8b-full-16x2048-streamed-8bit": Case(
         "<= 6 GiB, <= 100 GiB of RAM, >= 60 % of resident at 32k tokens a step", _FULL,
-        FULL_RING | dict(optimizer_place="streamed"), 6, "8b-full-16x2048-resident"),
+        FULL_RING | dict(optimizer_place="streamed"), 6, "8b-full-16x2048-resident", steps=3, turns=1),
     "3b-full-16x2048-resident": Case("resident, fp32 state", FULL_3B),
     "3b-full-16x2048-host-fp32": Case(
         "fp32 state updated on the CPU", FULL_3B, FULL_RING | dict(optimizer_place="host"), 6,
-        "3b-full-16x2048-resident"),
+        "3b-full-16x2048-resident", steps=3, turns=1),
     "3b-full-16x2048-streamed-fp32": Case(
         "fp32 state updated on the GPU", FULL_3B, FULL_RING | dict(optimizer_place="streamed"), 6,
-        "3b-full-16x2048-resident"),
+        "3b-full-16x2048-resident", steps=3, turns=1),
     # -- 7: long sequences ---------------------------------------------------------------------------------------------
     "8b-nf4-1x65536-cap8": Case(
         "65,536 tokens under an 8 GiB cap", _LONG | dict(seq_len=65536, vram=8), LEANEST | dict(mlp_tiles=32), 7,
@@ -188,6 +190,8 @@ CASES |= {
     "8b-nf4-4x2048-ring": Case("four rows at once", _8B | dict(batch=4), RING, 2, _4x, long=True),
     "8b-nf4-4x2048-by-1-ring": Case("one by one", _8B | dict(batch=4, micro_batch=1), RING, 2, _4x, long=True),
     "8b-bf16-4x2048-ring": Case("16 bits", _BF16 | dict(batch=4), RING, 3, _4x, long=True),
+    "8b-bf16-4x2048-by-2-major-lean-cap4": Case(
+        "the same as two micro-batches", _BF16 | dict(batch=4, micro_batch=2, vram=4), LEAN | MAJOR, 3, _4x, long=True),
     "8b-bf16-4x2048-by-1-major-lean": Case(
         "16 bits, layer by layer, no cap", _BF16 | dict(batch=4, micro_batch=1), LEAN | MAJOR, 3, _4x, long=True),
 }  # fmt: skip
@@ -229,7 +233,7 @@ def on_cpu(case: Case) -> Case:
     changes = case.changes | ({"loss_chunk": 32} if "loss_chunk" in case.changes else {})
     if "mlp_tiles" in changes:
         changes["mlp_tiles"] = min(4, changes["mlp_tiles"])
-    return dataclasses.replace(case, recipe=values | dict(gpu="h200"), changes=changes, steps=None,
+    return dataclasses.replace(case, recipe=values | dict(gpu="h200"), changes=changes, steps=None, turns=None,
                                ram_bytes=None)  # fmt: skip
 
 

@@ -224,7 +224,8 @@ def section(name: str, records: list[dict[str, Any]]) -> str:
 
 
 def step_bytes(side: dict[str, Any]) -> int:
-    return int(side["phases"]["step"]["peak_allocated_bytes"])
+    phases = side["phases"]  # a case of one step has no later one
+    return int(phases.get("step", phases["first_step"])["peak_allocated_bytes"])
 
 
 def main() -> int:

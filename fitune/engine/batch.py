@@ -29,7 +29,8 @@ class HostBatch(Protocol):
 
 @dataclass
 class Batch:
-    """Tensors [B, T] on the device. `counted` are the flat positions that have a target, None when all have one."""
+    """Tensors [B, T] on the device. `counted` are the flat positions that have a target, None when all have one;
+    `host_ids` are the `input_ids` where they came from, None where there are no values."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
@@ -40,6 +41,7 @@ class Batch:
     token_keys: torch.Tensor | None
     num_tokens: int
     num_targets: int
+    host_ids: torch.Tensor | None = None
 
     def enter(self, context: StepContext) -> None:
         """Make this the running micro-batch of the model's layers."""
@@ -61,12 +63,13 @@ def to_device(host: HostBatch, device: torch.device, *, dropout_seed: tuple[int,
     if documents is not None and device.type != "cpu":
         cu_seqlens = torch.tensor(_boundaries(documents, targets.shape[1]), dtype=torch.int32)
     move = lambda t: t.to(device, non_blocking=True) if t is not None else None  # noqa: E731
+    host_ids = torch.from_numpy(host.input_ids)
     position_ids, record_ids = torch.from_numpy(host.position_ids), torch.from_numpy(host.record_ids)
     keys = None
     if dropout_seed is not None:
         keys = dropout.token_keys(record_ids, position_ids, *dropout_seed)
     return Batch(
-        move(torch.from_numpy(host.input_ids)),
+        move(host_ids),
         move(targets),
         move(position_ids),
         move(counted),
@@ -75,6 +78,7 @@ def to_device(host: HostBatch, device: torch.device, *, dropout_seed: tuple[int,
         move(keys),
         num_tokens,
         num_targets,
+        host_ids,
     )
 
 

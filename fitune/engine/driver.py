@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fitune.engine.batch import Batch
 from fitune.engine.ring import source_of
 from fitune.errors import UserError
 from fitune.model.build import Built
@@ -147,10 +148,12 @@ class Driver:
         mask = torch.ones(size, size, dtype=torch.bool, device=position_ids.device).tril_()
         return {"position_ids": position_ids, "attention_mask": mask[None, None]}
 
-    def record(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-        """Embed a micro-batch. `input_ids`, `position_ids` [B, T]; returns (hidden [B, T, H], one call per layer)."""
+    def record(self, batch: Batch) -> tuple[torch.Tensor, list[LayerCall]]:
+        """Embed a micro-batch of `input_ids`, `position_ids` [B, T]; returns (hidden [B, T, H], a call per layer)."""
         self.ready(-1)
-        self._dry(input_ids, position_ids)
+        embedding = self.built.host_embedding
+        with embedding.knowing(batch.input_ids, batch.host_ids) if embedding is not None else nullcontext():
+            self._dry(batch.input_ids, batch.position_ids)
         hidden, calls = self._inputs[0], self._calls
         self._inputs, self._calls = [], []
         return hidden, calls
@@ -161,10 +164,14 @@ class Driver:
         `keep`: its activations are kept for a backward pass that comes after other layers' weights.
         """
         self.ready(index)
-        keeping: AbstractContextManager[None] = self.weights.keeping(index) if keep else nullcontext()
+        experts_there = self.built.experts_of(index)
+        if not keep and not experts_there:
+            out = self.built.layers[index](hidden, *call.args, **call.kwargs)
+            return out[0] if isinstance(out, tuple) else out
         with ExitStack() as stack:
-            stack.enter_context(keeping)
-            for experts in self.built.experts_of(index):
+            if keep:
+                stack.enter_context(self.weights.keeping(index))
+            for experts in experts_there:
                 stack.enter_context(experts.unpacked(self.built.compute_dtype))
             out = self.built.layers[index](hidden, *call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out

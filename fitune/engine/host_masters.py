@@ -16,32 +16,27 @@ The updates are torch's or bitsandbytes' own, on the same fp32 numbers as on the
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from fitune.engine.host_parcels import Parcel, aligned, cut, norm_of
 from fitune.engine.optimizers import Masters
 from fitune.engine.parts import ENDS, PartedOptimizer, part_of
 from fitune.model.build import Built
 from fitune.model.host import HostBuffer
+from fitune.model.host_threads import thread_with_few
 
-_ALIGNMENT_BYTES = 64
-_ROW, _ROWS = 2**14, 2**8  # elements whose squares are summed in one go, and how many such rows are widened at a time
 UNDERWAY = 2
 """Layers whose gradients are on their way to the thread, or being updated there."""
 
 
-@dataclass(eq=False)
-class _Parcel:
-    """Gradients of some tensors in one host buffer."""
-
-    buffer: HostBuffer
-    tensors: dict[str, torch.Tensor]
+_WIDE_BYTES = 64 * 2**20  # gradients of a part up to this size are widened into a buffer that stays
 
 
 class Updater(Protocol):
@@ -89,10 +84,13 @@ class HostMasters(Masters):
         """Called when the host memory of a part's streamed weights is about to change."""
         self.touched = False  # a part has been updated while the backward pass went on
         self._held: dict[str, torch.Tensor] = {}
-        self._grads: dict[str, tuple[torch.Tensor, _Parcel]] = {}
+        self._grads: dict[str, tuple[torch.Tensor, Parcel]] = {}
         self._norms: dict[str, torch.Tensor] = {}
         self._pool: dict[int, list[HostBuffer]] = {}
-        self._stages: dict[int, HostBuffer] = {}
+        self._cuts: dict[tuple[int, tuple[Any, ...]], list[torch.Tensor]] = {}
+        self._sent: set[int] = set()  # parts that have sent gradients in this step
+        self._wide: torch.Tensor | None = None
+        self._stages: dict[int, tuple[HostBuffer, list[torch.Tensor]]] = {}
         self._published: dict[int, Any] = {}
         self._pending: dict[int, Future[None]] = {}
         self._arrivals: list[Future[None]] = []
@@ -103,7 +101,9 @@ class HostMasters(Masters):
         self.failed = False  # an update broke off in the middle
         self._hooks_wanted = False
         self._name_of: dict[int, str] = {}
-        self._worker = ThreadPoolExecutor(1, "updates", _use, (self.device,))
+        begin = functools.partial(_use, self.device)
+        few = narrow and self._on_cuda  # adapters: many small tensors
+        self._worker = thread_with_few("updates", begin) if few else ThreadPoolExecutor(1, "updates", begin)
         self._up = torch.cuda.Stream(self.device) if self._on_cuda else None
         self._down = torch.cuda.Stream(self.device) if self._on_cuda else None
 
@@ -155,6 +155,7 @@ class HostMasters(Masters):
     def begin(self, lr: float | None) -> None:
         """A step begins; with `lr` every part is updated as soon as its last gradients are there."""
         self._at_once, self._broken, self.touched = lr, False, False
+        self._sent.clear()
         if self._hooks_wanted:
             self._hook()
 
@@ -188,7 +189,9 @@ class HostMasters(Masters):
                 wait([self._underway.popleft()])  # what went wrong there is raised by `norm`
         if tensors:
             parcel = self._parcel({name: (t.shape, t.dtype) for name, t in tensors.items()})
-            event = self._leave(tensors, parcel, most=int(part != ENDS))
+            is_whole = last and part not in self._sent
+            self._sent.add(part)
+            event = self._leave(tensors, parcel, most=int(part != ENDS), with_norms=is_whole)
             self._arrivals.append(self._worker.submit(self._arrive, parcel, event))
         if last:
             if self._at_once is not None:
@@ -200,33 +203,32 @@ class HostMasters(Masters):
         if part != ENDS and self._arrivals:
             self._underway.append(self._arrivals[-1])
 
-    def _parcel(self, shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> _Parcel:
-        places, end = {}, 0
-        for name, (shape, dtype) in shapes.items():
-            places[name] = end
-            end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        spare = self._pool.setdefault(end, [])
-        buffer = spare.pop() if spare else HostBuffer(end, self._on_cuda)
-        tensors = {}
-        for name, (shape, dtype) in shapes.items():
-            flat = buffer.tensor[places[name] : places[name] + shape.numel() * dtype.itemsize]
-            tensors[name] = flat.view(dtype).view(shape)
-        return _Parcel(buffer, tensors)
+    def _parcel(self, shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> Parcel:
+        sizes = [aligned(shape.numel() * dtype.itemsize) for shape, dtype in shapes.values()]
+        spare = self._pool.setdefault(sum(sizes), [])
+        buffer = spare.pop() if spare else HostBuffer(sum(sizes), self._on_cuda)
+        key = id(buffer), tuple(shapes.values())
+        if key not in self._cuts:
+            self._cuts[key] = cut(buffer, shapes.values())
+        return Parcel(buffer, dict(zip(shapes, self._cuts[key], strict=True)))
 
     @torch.no_grad()
-    def _leave(self, tensors: dict[str, torch.Tensor], parcel: _Parcel, most: int) -> Any:
+    def _leave(self, tensors: dict[str, torch.Tensor], parcel: Parcel, *, most: int, with_norms: bool) -> Any:
         """At most so many parts stay on the device meanwhile: a head is too large to wait beside the last layer."""
+        leaving = list(tensors.values())
+        tensors.clear()
         if self._up is None:
-            for name, tensor in tensors.items():
-                parcel.tensors[name].copy_(tensor)
+            torch._foreach_copy_(list(parcel.tensors.values()), leaving)
             return None
+        norms = torch.stack(torch._foreach_norm(leaving, 2, torch.float32)) if with_norms else None
         self._up.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._up):
-            for name, tensor in tensors.items():
-                parcel.tensors[name].copy_(tensor, non_blocking=True)
+            torch._foreach_copy_(list(parcel.tensors.values()), leaving, non_blocking=True)
+            if norms is not None:
+                parcel.norms = torch.empty(norms.shape, pin_memory=True).copy_(norms, non_blocking=True)
+                leaving.append(norms)
             event = self._up.record_event()
-        self._leaving.append((list(tensors.values()), event))
-        tensors.clear()
+        self._leaving.append((leaving, event))
         while len(self._leaving) > most:
             self._let_go()
         return event
@@ -242,9 +244,11 @@ class HostMasters(Masters):
     # -- the thread's work --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _arrive(self, parcel: _Parcel, event: Any) -> None:
+    def _arrive(self, parcel: Parcel, event: Any) -> None:
         if event is not None:
             event.synchronize()
+        if parcel.norms is not None:  # and nothing else comes for this part
+            self._norms.update(zip(parcel.tensors, parcel.norms, strict=True))
         is_kept = False
         for name, tensor in parcel.tensors.items():
             if name not in self._grads:
@@ -261,7 +265,7 @@ class HostMasters(Masters):
         if not is_kept:
             self._give_back({parcel})
 
-    def _give_back(self, parcels: set[_Parcel]) -> None:
+    def _give_back(self, parcels: set[Parcel]) -> None:
         """Buffers that no gradient uses any more serve the next ones."""
         used = {id(parcel) for _, parcel in self._grads.values()}
         for parcel in parcels:
@@ -272,12 +276,12 @@ class HostMasters(Masters):
     def _complete(self, part: int, used: Any) -> None:
         """All gradients of a part are there: their norms, and the update where it need not wait."""
         for name in self.parts[part]:
-            if name in self._grads:
-                self._norms[name] = _norm(self._grads[name][0])
+            if name in self._grads and name not in self._norms:
+                self._norms[name] = norm_of(self._grads[name][0])
         if self._at_once is None:
             return
         norms = [self._norms[name] for name in self.parts[part] if name in self._norms]
-        self._broken = self._broken or not all(bool(norm.isfinite()) for norm in norms)
+        self._broken = self._broken or not (not norms or bool(torch.stack(norms).isfinite().all()))
         if not self._broken:
             self.touched = True
             self._apply(part, self._at_once, [], used)
@@ -296,10 +300,7 @@ class HostMasters(Masters):
         if self.updater is not None:
             self.updater.update(self, part, grads, factors, used)
         else:
-            for name, grad in grads.items():
-                grad = grad.float()
-                for factor in factors:
-                    grad.mul_(factor)
+            for name, grad in zip(grads, self._widened(list(grads.values()), parcels, factors), strict=True):
                 self.pairs[name][1].grad = grad
             optimizer.step()
             for name in grads:
@@ -308,39 +309,57 @@ class HostMasters(Masters):
         self._give_back(parcels)
         self.failed = False
 
+    def _widened(self, grads: list[torch.Tensor], parcels: set[Parcel], factors: list[float]) -> list[torch.Tensor]:
+        """Gradients of a part times all factors in fp32. Adapters' are many and small: a buffer of them is widened
+        whole."""
+        dtypes = {grad.dtype for grad in grads}
+        (parcel, *others) = parcels
+        if others or len(dtypes) > 1 or torch.float32 in dtypes or 2 * parcel.buffer.num_bytes > _WIDE_BYTES:
+            wide = [grad.float() for grad in grads]
+            for factor in factors:
+                torch._foreach_mul_(wide, factor)
+            return wide
+        flat = parcel.buffer.tensor.view(*dtypes)
+        if self._wide is None or self._wide.numel() < flat.numel():
+            self._wide = torch.empty(flat.numel(), dtype=torch.float32)
+        whole = self._wide[: flat.numel()].copy_(flat)
+        for factor in factors:
+            whole.mul_(factor)
+        return [whole.as_strided(grad.shape, grad.stride(), grad.storage_offset()) for grad in grads]
+
     @torch.no_grad()
     def _publish(self, part: int, used: Any = None) -> None:
         """Round a part's masters into what computes: streamed weights in host memory, the others on the device."""
-        stage, offset = None, 0
+        targets, sources = [], []
         for name in self.parts[part]:
             p, master = self.pairs[name]
-            if name in self.stores:
-                if self.stores[name].data_ptr() != master.data_ptr():
-                    self.stores[name].copy_(master)
-                continue
-            if self._down is None:
-                p.copy_(master)
-                continue
-            if stage is None:
-                stage = self._stage(part)
-            size = p.numel() * p.element_size()
-            rounded = stage.tensor[offset : offset + size].view(p.dtype).view(p.shape).copy_(master)
-            offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            with torch.cuda.stream(self._down):
-                if used is not None:
-                    self._down.wait_event(used)
-                p.copy_(rounded, non_blocking=True)
-        if stage is not None and self._down is not None:
+            if name not in self.stores:
+                targets.append(p)
+                sources.append(master)
+            elif self.stores[name].data_ptr() != master.data_ptr():
+                self.stores[name].copy_(master)
+        if not targets:
+            return
+        if self._down is None:
+            torch._foreach_copy_(targets, sources)
+            return
+        rounded = self._stage(part, targets)
+        torch._foreach_copy_(rounded, sources)
+        with torch.cuda.stream(self._down):
+            if used is not None:
+                self._down.wait_event(used)
+            torch._foreach_copy_(targets, rounded, non_blocking=True)
             self._published[part] = self._down.record_event()
 
-    def _stage(self, part: int) -> HostBuffer:
+    def _stage(self, part: int, targets: list[nn.Parameter]) -> list[torch.Tensor]:
         """Pinned memory for a part's working copies on their way to the device, after the last ones have arrived."""
         if part in self._published:
             self._published[part].synchronize()
         if part not in self._stages:
-            sizes = [self.pairs[n][0].numel() * self.pairs[n][0].element_size() for n in self.parts[part]]
-            self._stages[part] = HostBuffer(sum(-(-s // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for s in sizes), True)
-        return self._stages[part]
+            shapes = [(p.shape, p.dtype) for p in targets]
+            stage = HostBuffer(sum(aligned(shape.numel() * dtype.itemsize) for shape, dtype in shapes), True)
+            self._stages[part] = stage, cut(stage, shapes)
+        return self._stages[part][1]
 
     # -- what the engine calls ----------------------------------------------------------------------------------------
 
@@ -407,6 +426,7 @@ class HostMasters(Masters):
         for arrival in arrivals:
             arrival.result()
         self._worker.submit(self._drop).result()
+        self._sent.clear()
 
     def _drop(self) -> None:
         parcels = {parcel for _, parcel in self._grads.values()}
@@ -429,20 +449,8 @@ class HostMasters(Masters):
         """Masters, gradients' and working copies' buffers as they are now; state and streamed weights left out."""
         spare = sum(buffer.num_bytes for buffers in self._pool.values() for buffer in buffers)
         used = {id(parcel): parcel.buffer.num_bytes for _, parcel in self._grads.values()}
-        stages = sum(stage.num_bytes for stage in self._stages.values())
+        stages = sum(stage.num_bytes for stage, _ in self._stages.values())
         return sum(b.num_bytes for b in self._buffers) + spare + sum(used.values()) + stages
-
-
-def _norm(grad: torch.Tensor) -> torch.Tensor:
-    """L2 norm, a fp32 scalar; of a large one by rows: torch's sum over ten million elements on the CPU is off in the
-    fourth digit, and takes several times as long."""
-    flat = grad.reshape(-1)
-    num_whole = flat.numel() // _ROW * _ROW
-    if num_whole == 0:
-        return torch.linalg.vector_norm(flat.float())
-    parts = flat[:num_whole].view(-1, _ROW).split(_ROWS)
-    norms = [torch.linalg.vector_norm(rows.float(), dim=1) for rows in parts]
-    return torch.linalg.vector_norm(torch.cat([*norms, torch.linalg.vector_norm(flat[num_whole:].float()).view(1)]))
 
 
 def _use(device: torch.device) -> None:

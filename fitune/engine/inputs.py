@@ -25,7 +25,12 @@ class OffloadedInputs:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = None
+        self._compute: Any = None  # the stream that computes, in the pass that has begun
+        self._free_events: list[Any] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._now = torch.cuda.Event()
         self._arena: HostBuffer | None = None
         self._views: dict[tuple[int, int], torch.Tensor] = {}  # of the arena, by layer and member
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
@@ -52,6 +57,8 @@ class OffloadedInputs:
         sizes = [h.numel() * h.element_size() for h in hidden]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._layer_bytes, self._num_layers = sum(sizes), num_layers
+        if self._stream is not None:
+            self._compute = torch.cuda.current_stream(self.device)
         self._leaving.clear()
         self.end()
         needed = self._layer_bytes * num_layers
@@ -80,17 +87,33 @@ class OffloadedInputs:
         elif self._stream is None:
             self._host(layer, member).copy_(hidden)
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                self._host(layer, member).copy_(hidden, non_blocking=True)
-                self._leaving.append((hidden, self._stream.record_event()))
+            self._leaving.append((hidden, self._copied(self._host(layer, member), hidden)))
         while len(self._leaving) > 1:
             self._let_go()
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy after everything that has been submitted; the event after which it is over. (Written out: `with
+        torch.cuda.stream` and new events take the host longer than the copy does.)"""
+        event = self._free_events.pop() if self._free_events else torch.cuda.Event()
+        self._now.record(self._compute)
+        self._stream.wait_event(self._now)
+        torch.cuda.set_stream(self._stream)
+        try:
+            target.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(self._compute)
+        event.record(self._stream)
+        return event
+
+    def _wait(self, event: Any) -> None:
+        """The computing stream waits; the event may be recorded again for another copy then."""
+        self._compute.wait_event(event)
+        self._free_events.append(event)
 
     def _let_go(self) -> None:
         _, event = self._leaving.popleft()
         if event is not None:  # its memory may be used again only after the copy
-            torch.cuda.current_stream(self.device).wait_event(event)
+            self._wait(event)
 
     def turn(self) -> None:
         """Forward is over: the device buffers are made and the first input is fetched."""
@@ -123,18 +146,15 @@ class OffloadedInputs:
         if self._stream is None:
             target.copy_(source)
             return
-        # everything that used this buffer before has been submitted
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            self._events[number % 2] = self._stream.record_event()
+        self._events[number % 2] = self._copied(target, source)  # what used this buffer before has been submitted
 
     def take(self, layer: int, member: int) -> torch.Tensor:
         """A layer's input, on the device again until the second `take` from here."""
         number = self._next
         assert self._order[number] == (layer, member), f"layer {layer} of {member} is not due"
         if self._events[number % 2] is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._events[number % 2])
+            self._wait(self._events[number % 2])
+            self._events[number % 2] = None
         self._next += 1
         if self._next < len(self._order):
             self._fetch(self._next)

@@ -48,37 +48,46 @@ class LinkMeter:
     @contextmanager
     def copying(self, num_bytes: int, stream: Any = None) -> Iterator[None]:
         """Around one copy; on CUDA around its submission to `stream`, after whatever it waits for."""
-        with self._lock:
-            self._bytes += num_bytes
-        with self._timed("copy", stream):
-            yield
+        begin = self.begin(stream)
+        yield
+        self.end("copy", begin, stream, num_bytes)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around the computing stream's wait for a copy."""
-        with self._timed("wait", torch.cuda.current_stream(self._device) if self._on_cuda else None):
-            yield
-
-    @contextmanager
-    def _timed(self, kind: str, stream: Any) -> Iterator[None]:
-        if not self._on_cuda:
-            started = time.perf_counter()
-            yield
-            with self._lock:
-                self._seconds[kind] += time.perf_counter() - started
-            return
-        begin, end = self._event(), self._event()
-        begin.record(stream)
+        stream = torch.cuda.current_stream(self._device) if self._on_cuda else None
+        begin = self.begin(stream)
         yield
+        self.end("wait", begin, stream)
+
+    def begin(self, stream: Any = None) -> Any:
+        """Now, or when `stream` comes to here; for `end`."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        begin = self._event()
+        begin.record(stream)
+        return begin
+
+    def end(self, kind: str, begin: Any, stream: Any = None, num_bytes: int = 0) -> None:
+        """What began ("copy" or "wait") is over here."""
+        if not self._on_cuda:
+            with self._lock:
+                self._bytes += num_bytes
+                self._seconds[kind] += time.perf_counter() - begin
+            return
+        end = self._event()
         end.record(stream)
         with self._lock:
+            self._bytes += num_bytes
             self._pairs.append((kind, begin, end))
             if len(self._pairs) > _MOST_PAIRS:  # nobody has asked for a long time: generation
                 self._fold()
 
     def _event(self) -> Any:
-        with self._lock:
-            return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        try:
+            return self._spare.pop()  # one step, whichever thread asks
+        except IndexError:
+            return torch.cuda.Event(enable_timing=True)
 
     def take(self) -> LinkStats:
         """The sums since the last call. The caller has synchronised with the computing stream; copies that run ahead

@@ -121,12 +121,14 @@ class Ring:
         self._at = 0
         self._is_settled = False  # nothing has changed since what can be fetched ahead was
         self._stream: Any = None
+        self._compute: Any = None
         if self.device.type == "cuda":
+            self._compute = torch.cuda.current_stream(self.device)
             self._stream = torch.cuda.Stream(self.device)
             for slot in self.slots:
                 slot.ready, slot.free = torch.cuda.Event(), torch.cuda.Event()
                 # the buffer's memory may have been another tensor's until now
-                slot.free.record(torch.cuda.current_stream(self.device))
+                slot.free.record(self._compute)
         self._feeder = Feeder(self.device, self._stream)
         self.not_yet: Callable[[int], Callable[[], None] | None] = lambda index: None
         """For a layer whose bytes in host memory are being changed: what waits until they have been."""
@@ -154,6 +156,8 @@ class Ring:
             self._uses.setdefault(item, []).append(position)
         self._at = 0
         self._is_settled = False
+        if self._stream is not None:
+            self._compute = torch.cuda.current_stream(self.device)
         for slot in self.slots:
             slot.in_use = False  # a step that failed may have left one
         self._fetch_ahead()
@@ -271,12 +275,12 @@ class Ring:
                 slot.ticket.wait()
                 slot.ticket = None
             if self._stream is not None:
-                torch.cuda.current_stream(self.device).wait_event(slot.ready)
+                self._compute.wait_event(slot.ready)
         slot.waited = True
 
     def _leave(self, slot: _Slot) -> None:
         if self._stream is not None:
-            slot.free.record(torch.cuda.current_stream(self.device))
+            slot.free.record(self._compute)
         slot.in_use = False
         self._at += 1
         self._fetch_ahead()
@@ -351,10 +355,17 @@ class Ring:
                 target.copy_(source)
             slot.waited = True
             return
-        self._stream.wait_event(slot.free)
-        with torch.cuda.stream(self._stream), self.meter.copying(num_bytes, self._stream):
+        # written out: `with torch.cuda.stream` takes the host longer than the copy, and a step has two per layer
+        stream = self._stream
+        stream.wait_event(slot.free)
+        torch.cuda.set_stream(stream)
+        try:
+            begin = self.meter.begin(stream)
             target.copy_(source, non_blocking=True)
-        slot.ready.record(self._stream)
+            self.meter.end("copy", begin, stream, num_bytes)
+        finally:
+            torch.cuda.set_stream(self._compute)
+        slot.ready.record(stream)
 
     def _origin(self, item: Item) -> _Origin:
         kind, index = item

@@ -1,16 +1,28 @@
 """Updates on the GPU of masters and optimizer state that wait in host memory: both cross the link in pieces, both ways.
 
 A piece (some elements of one tensor) is copied into one of two sets of device buffers on one stream, updated on a
-second, and its master and state go back on a third, so that the three go on side by side. The kernels are torch's fused
-AdamW and bitsandbytes' blockwise 8-bit one, on the same numbers as if everything were on the device: a piece begins at
-a multiple of the 256 values that share a scale. What computes is rounded from the new master on the device and goes to
-the host with it where it streams.
+second, and its master and state go back on a third, so that the three go on side by side. The numbers are those of an
+update of everything on the device: a piece begins at a multiple of the 256 values that share a scale. What computes is
+rounded from the new master on the device and goes to the host with it where it streams.
+
+Which kernel runs:
+
+- adamw: torch's fused AdamW, on both kinds of device.
+- adamw8bit, 8-bit state, on CUDA: our own Triton kernel (`adamw8bit_kernel`). bitsandbytes 0.50's functions take no
+  stream: they launch on the legacy default stream, in no order with these three. Where Triton is missing or cannot
+  build the kernel, theirs runs there, and it and the second stream wait for one another: right as well, but the update
+  also waits for what the default stream computes (less goes on side by side).
+- adamw8bit, 8-bit state, on the CPU: bitsandbytes' function.
+- adamw8bit, fp32 state (tensors of fewer than 4,096 elements): plain torch operations in bitsandbytes' order.
 """
 
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +30,7 @@ import torch
 
 from fitune.engine.host_masters import HostMasters
 from fitune.engine.optimizers import _BNB_BLOCK, _BNB_MIN_8BIT
+from fitune.model.dropout import _failures
 
 # Elements of a piece: 8 MiB per copied tensor of 16-bit values. Two sets of buffers take 2 x 18 bytes per element at
 # most (master, gradient, working copy, fp32 state): 144 MiB; 96 MiB with 8-bit state. (Chosen, not measured.)
@@ -72,6 +85,17 @@ class _Settings:
     weight_decay: float
     betas: tuple[float, float]
     eps: float
+
+    def corrected(self, step: int) -> tuple[float, float]:
+        """(-lr, eps), both with Adam's bias corrections at this step: what stands before first / (sqrt(second) + eps)
+        where the moments are not corrected (bitsandbytes' form)."""
+        corrections = [1 - beta**step for beta in self.betas]
+        return -self.lr * math.sqrt(corrections[1]) / corrections[0], self.eps * math.sqrt(corrections[1])
+
+    @property
+    def kept(self) -> float:
+        """What weight decay leaves of a value."""
+        return 1.0 - self.lr * self.weight_decay
 
 
 class StreamedUpdate:
@@ -221,20 +245,22 @@ class StreamedUpdate:
                 beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
             return
-        from bitsandbytes import functional
-
-        first, second = rooms["state1"], rooms["state2"]
-        if first.dtype == torch.float32:
-            functional.optimizer_update_32bit(
-                "adam", grad, master, first, beta1, eps, state["step"], lr, second, beta2, weight_decay=decay,
-                skip_zeros=False,
-            )  # fmt: skip
+        moments = [rooms["state1"], rooms["state2"]]
+        if moments[0].dtype == torch.float32:
+            _small_adamw(settings, state["step"], master, grad, *moments)
             return
         tables = [self._table(state[key]) for key in ("qmap1", "qmap2")]
-        functional.optimizer_update_8bit_blockwise(
-            "adam", grad, master, first, second, beta1, beta2, 0.0, 0.0, eps, state["step"], lr, *tables,
-            rooms["absmax1"], rooms["absmax2"], decay, gnorm_scale=1.0, skip_zeros=False,
-        )  # fmt: skip
+        scales = [rooms["absmax1"], rooms["absmax2"]]
+        launch = _fused(self.device) if self._work is not None else None
+        if launch is not None:
+            step_size, scaled_eps = settings.corrected(state["step"])
+            launch(
+                master, grad, moments, scales, tables,
+                step_size=step_size, eps=scaled_eps, kept=settings.kept, betas=settings.betas,
+            )  # fmt: skip
+            return
+        with _default_stream_within(self._work):
+            _library_adamw8bit(settings, state["step"], master, grad, moments, scales, tables)
 
     def _table(self, table: torch.Tensor) -> torch.Tensor:
         """A code table on the device; the tensors of a part share theirs."""
@@ -247,6 +273,102 @@ class StreamedUpdate:
 
 def _on(stream: Any) -> Any:
     return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+
+@contextmanager
+def _default_stream_within(work: Any) -> Iterator[None]:
+    """What goes to the legacy default stream inside runs after all that `work` holds and before what it gets next."""
+    if work is None:
+        yield
+        return
+    default = torch.cuda.default_stream(work.device)
+    default.wait_stream(work)
+    yield
+    work.wait_stream(default)
+
+
+def _small_adamw(
+    settings: _Settings,
+    step: int,
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+) -> None:
+    """AdamW with fp32 state, in place, `grad` as room for what is between: nothing is allocated.
+
+    In the order of bitsandbytes 0.50's 32-bit Adam: weight decay comes first on the CPU and last on CUDA.
+    """
+    (beta1, beta2), (step_size, eps) = settings.betas, settings.corrected(step)
+    first.mul_(beta1).add_(grad, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    if master.device.type == "cpu":
+        master.mul_(settings.kept)
+    torch.sqrt(second, out=grad).add_(eps)
+    master.add_(torch.div(first, grad, out=grad), alpha=step_size)
+    if master.device.type != "cpu":
+        master.mul_(settings.kept)
+
+
+def _library_adamw8bit(
+    settings: _Settings,
+    step: int,
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    moments: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    tables: list[torch.Tensor],
+) -> None:
+    """bitsandbytes' update of 8-bit state; on CUDA it goes to the legacy default stream whatever stream is current."""
+    from bitsandbytes import functional
+
+    functional.optimizer_update_8bit_blockwise(
+        "adam", grad, master, *moments, *settings.betas, 0.0, 0.0, settings.eps, step, settings.lr, *tables, *scales,
+        settings.weight_decay, gnorm_scale=1.0, skip_zeros=False,
+    )  # fmt: skip
+
+
+@functools.cache
+def _fused(device: torch.device) -> Any:
+    """What launches the Triton kernel of 8-bit AdamW, where Triton is there, can build it (it needs a C compiler) and
+    the kernel gives what bitsandbytes gives; else None, and said once."""
+    try:
+        from fitune.engine.adamw8bit_kernel import launch
+
+        with _on(torch.cuda.default_stream(device) if device.type == "cuda" else None):
+            if _gives_the_librarys(launch, device):
+                return launch
+        why = "what it gives is not what bitsandbytes gives"
+    except _failures() as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+    said = "8-bit AdamW in pieces runs without its Triton kernel, which is slower: %s"
+    logging.getLogger(__name__).warning(said, why)
+    return None
+
+
+def _gives_the_librarys(launch: Any, device: torch.device) -> bool:
+    """One update from a state that holds every code, a whole block and a part. New codes may be of neighbours (see the
+    kernel); no weight decay, whose place in the library's order depends on the device."""
+    from bitsandbytes import functional
+
+    settings, step = _Settings(1e-2, 0.0, (0.9, 0.999), 1e-8), 100
+    codes = torch.arange(_BNB_BLOCK + 44, dtype=torch.int32, device=device)
+    grad = torch.sin(codes.float())
+    tables = [functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
+    ours, theirs = (
+        (torch.zeros_like(grad), [(codes % 256).to(torch.uint8) for _ in tables],
+         [torch.tensor([0.5, 0.25], device=device) for _ in tables])
+        for _ in range(2)
+    )  # fmt: skip
+    step_size, eps = settings.corrected(step)
+    launch(ours[0], grad, *ours[1:], tables, step_size=step_size, eps=eps, kept=settings.kept, betas=settings.betas)
+    _library_adamw8bit(settings, step, theirs[0], grad, *theirs[1:], tables)
+    moments = zip(ours[1], theirs[1], tables, strict=True)
+    return (
+        torch.allclose(ours[0], theirs[0], rtol=1e-3)
+        and all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(ours[2], theirs[2], strict=True))
+        and all((t[a.int()] - t[b.int()]).abs().max() <= 1.001 * t.diff().max() for a, b, t in moments)
+    )
 
 
 assert PIECE_ELEMENTS % _BNB_BLOCK == 0 and PIECE_ELEMENTS > _BNB_MIN_8BIT

@@ -6,7 +6,9 @@ Shapes: x [..., H] what enters the head, weight [V, H], a tile [W, H] of its row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,26 +17,74 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitune.model.host import HostBuffer
+from fitune.model.host_threads import thread_with_few
+
+EMBEDDING_STAGE_BYTES = 8 * 2**20  # of each of two buffers: a copy takes longer than to launch it, at a few GB/s too
 
 
 class HostEmbedding(nn.Module):
     """A frozen embedding whose table stays in host RAM; the rows of a micro-batch are gathered there and copied.
 
-    Exact, and free at training sizes: a row is 2 x hidden_size bytes per token. `weight` is no parameter of the model.
+    Exact. A row is 2 x hidden_size bytes per token; on CUDA rows pass through two small pinned buffers, one being
+    gathered while the other is copied. `weight` is no parameter of the model.
     """
 
     def __init__(self, embedding: nn.Module, device: torch.device):
         super().__init__()
         self.__dict__["inner"] = embedding  # not a submodule: moving the model must not move the table
         self.device = device
+        self._known: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._stages: list[tuple[HostBuffer, Any]] = []
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def weight(self) -> torch.Tensor:
         return self.inner.weight
 
+    @contextmanager
+    def knowing(self, input_ids: torch.Tensor, host_ids: torch.Tensor | None) -> Iterator[None]:
+        """Inside, `host_ids` are the same on the CPU, so that they need not be waited for."""
+        self._known = (input_ids, host_ids) if host_ids is not None else None
+        try:
+            yield
+        finally:
+            self._known = None
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        host = input_ids.cpu() if input_ids.device.type != "meta" else input_ids
-        return self.inner(host).to(self.device, non_blocking=True)
+        if input_ids.device.type == "meta":
+            return self.inner(input_ids).to(self.device)
+        known = self._known
+        host = known[1] if known is not None and known[0] is input_ids else input_ids.cpu()
+        if self.device.type != "cuda":
+            return self.inner(host).to(self.device)
+        if self._thread is None:
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self._thread = thread_with_few("embedding", functools.partial(torch.cuda.set_device, index))
+        out = torch.empty(*host.shape, *self.weight.shape[1:], dtype=self.weight.dtype, device=self.device)
+        stream = torch.cuda.current_stream(self.device)
+        self._thread.submit(self._gather, host.reshape(-1), out.view(-1, out.shape[-1]), stream).result()
+        return out
+
+    @torch.no_grad()
+    def _gather(self, ids_N: torch.Tensor, out_NH: torch.Tensor, stream: Any) -> None:
+        plain = type(self.inner) is nn.Embedding and self.inner.max_norm is None
+        width, dtype = out_NH.shape[1], out_NH.dtype
+        step = max(1, EMBEDDING_STAGE_BYTES // (width * dtype.itemsize))
+        if not self._stages:
+            size = step * width * dtype.itemsize
+            self._stages = [(HostBuffer(size, pin=True), torch.cuda.Event()) for _ in range(2)]
+        with torch.cuda.stream(stream):
+            for number, start in enumerate(range(0, ids_N.numel(), step)):
+                ids = ids_N[start : start + step]
+                stage, copied = self._stages[number % 2]
+                copied.synchronize()
+                rows = stage.tensor[: ids.numel() * width * dtype.itemsize].view(dtype).view(-1, width)
+                if plain:
+                    torch.index_select(self.weight, 0, ids, out=rows)
+                else:
+                    rows.copy_(self.inner(ids))
+                out_NH[start : start + step].copy_(rows, non_blocking=True)
+                copied.record(stream)
 
 
 class HostHead(nn.Module):

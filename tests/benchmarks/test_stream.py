@@ -12,6 +12,7 @@ import stream
 import stream_cases
 import stream_killed
 import stream_limits
+import stream_profile
 from stream_cases import CASES, EQUALITIES
 
 BRIEF = argparse.Namespace(steps=2, turns=2)
@@ -127,3 +128,14 @@ def test_memory_is_locked_where_that_is_allowed():
     assert stream_limits._locked(room) in (True, False)
     locked = Path("/proc/self/status").read_text().partition("VmLck:")[2].split()[0]
     assert int(locked) >= 4 or not stream_limits._locked(room)
+
+
+def test_a_profile_tells_streams_kernels_and_gaps():
+    of = lambda stream, name, begin, end: stream_profile.Span(stream, name, begin, end)  # noqa: E731
+    spans = [of(7, "a", 0, 1000), of(7, "b", 1500, 2500), of(7, "a", 2500, 3000), of(9, "copy", 500, 2000)]
+    assert list(stream_profile.gaps(spans[:3])) == [("a -> b", 500)]
+    lines = stream_profile.table(spans).splitlines()
+    assert lines[:3] == ["from the first to the last of all: 3.0 ms", "stream 7: busy 2.5 ms, 3 kernels",
+                         "stream 9: busy 1.5 ms, 1 kernels"]  # fmt: skip
+    assert any(line.split()[:1] == ["1.50"] and line.endswith("  a") for line in lines), "both of them"
+    assert stream_profile.table([]) == "nothing ran on a GPU"

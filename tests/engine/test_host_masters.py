@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from fitune.engine import host_masters, place
+from fitune.engine import host_parcels, place
 from fitune.engine.engine import Engine
 from fitune.engine.host_masters import HostMasters
 from fitune.engine.parts import ENDS, require_host_update
@@ -298,7 +298,7 @@ def test_the_thread_ends_with_the_engine(models):
 @pytest.mark.parametrize("shape", [(5_000_001,), (300, 100), (7,), (2**14,)])
 def test_the_norm_of_a_large_gradient(shape, dtype):
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert host_masters._norm(grad).item() == pytest.approx(grad.double().norm().item(), rel=2e-6)
+    assert host_parcels.norm_of(grad).item() == pytest.approx(grad.double().norm().item(), rel=2e-6)
 
 
 def test_gradients_that_are_not_finite(models):

@@ -89,6 +89,7 @@ class HostMasters(Masters):
         self._pool: dict[int, list[HostBuffer]] = {}
         self._cuts: dict[tuple[int, tuple[Any, ...]], list[torch.Tensor]] = {}
         self._sent: set[int] = set()  # parts that have sent gradients in this step
+        self._norm_rooms = self._rooms_for_norms() if self._on_cuda else {}
         self._wide: torch.Tensor | None = None
         self._stages: dict[int, tuple[HostBuffer, list[torch.Tensor]]] = {}
         self._published: dict[int, Any] = {}
@@ -191,7 +192,8 @@ class HostMasters(Masters):
             parcel = self._parcel({name: (t.shape, t.dtype) for name, t in tensors.items()})
             is_whole = last and part not in self._sent
             self._sent.add(part)
-            event = self._leave(tensors, parcel, most=int(part != ENDS), with_norms=is_whole)
+            room = self._norm_rooms.get(part) if is_whole else None
+            event = self._leave(tensors, parcel, most=int(part != ENDS), norms=room)
             self._arrivals.append(self._worker.submit(self._arrive, parcel, event))
         if last:
             if self._at_once is not None:
@@ -212,21 +214,30 @@ class HostMasters(Masters):
             self._cuts[key] = cut(buffer, shapes.values())
         return Parcel(buffer, dict(zip(shapes, self._cuts[key], strict=True)))
 
+    def _rooms_for_norms(self) -> dict[int, torch.Tensor]:
+        """Of each part in host memory, where the device has taken them."""
+        counts = [len(names) for names in self.parts.values()]
+        buffer = HostBuffer(4 * sum(counts), True)
+        self._buffers.append(buffer)
+        return dict(zip(self.parts, buffer.tensor.view(torch.float32).split(counts), strict=True))
+
     @torch.no_grad()
-    def _leave(self, tensors: dict[str, torch.Tensor], parcel: Parcel, *, most: int, with_norms: bool) -> Any:
-        """At most so many parts stay on the device meanwhile: a head is too large to wait beside the last layer."""
+    def _leave(self, tensors: dict[str, torch.Tensor], parcel: Parcel, *, most: int, norms: torch.Tensor | None) -> Any:
+        """At most so many parts stay on the device meanwhile: a head is too large to wait beside the last layer.
+        `norms`: where those of the gradients go, if all of the part's are here."""
         leaving = list(tensors.values())
         tensors.clear()
         if self._up is None:
             torch._foreach_copy_(list(parcel.tensors.values()), leaving)
             return None
-        norms = torch.stack(torch._foreach_norm(leaving, 2, torch.float32)) if with_norms else None
+        taken = torch.stack(torch._foreach_norm(leaving, 2, torch.float32)) if norms is not None else None
         self._up.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._up):
             torch._foreach_copy_(list(parcel.tensors.values()), leaving, non_blocking=True)
-            if norms is not None:
-                parcel.norms = torch.empty(norms.shape, pin_memory=True).copy_(norms, non_blocking=True)
-                leaving.append(norms)
+            if norms is not None and taken is not None:
+                parcel.norms = norms[: len(leaving)]
+                parcel.norms.copy_(taken, non_blocking=True)
+                leaving.append(taken)
             event = self._up.record_event()
         self._leaving.append((leaving, event))
         while len(self._leaving) > most:
@@ -248,7 +259,7 @@ class HostMasters(Masters):
         if event is not None:
             event.synchronize()
         if parcel.norms is not None:  # and nothing else comes for this part
-            self._norms.update(zip(parcel.tensors, parcel.norms, strict=True))
+            self._norms.update(zip(parcel.tensors, parcel.norms.clone(), strict=True))
         is_kept = False
         for name, tensor in parcel.tensors.items():
             if name not in self._grads:

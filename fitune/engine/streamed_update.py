@@ -30,7 +30,7 @@ import torch
 
 from fitune.engine.host_masters import HostMasters
 from fitune.engine.optimizers import _BNB_BLOCK, _BNB_MIN_8BIT
-from fitune.model.dropout import _failures
+from fitune.model.dropout import kernel_failures
 
 # Elements of a piece: 8 MiB per copied tensor of 16-bit values. Two sets of buffers take 2 x 18 bytes per element at
 # most (master, gradient, working copy, fp32 state): 144 MiB; 96 MiB with 8-bit state. (Chosen, not measured.)
@@ -339,7 +339,7 @@ def _fused(device: torch.device) -> Any:
             if _gives_the_librarys(launch, device):
                 return launch
         why = "what it gives is not what bitsandbytes gives"
-    except _failures() as error:
+    except kernel_failures() as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
     said = "8-bit AdamW in pieces runs without its Triton kernel, which is slower: %s"
     logging.getLogger(__name__).warning(said, why)

@@ -116,13 +116,13 @@ def _fused(device: torch.device) -> Any:
         if torch.equal(_launch(dropout_kernel, x, 0.5, keys, 7, 3), _plain(x, 0.5, keys, 7, 3)):
             return dropout_kernel
         why = "what it gives is not what plain torch gives"
-    except _failures() as error:
+    except kernel_failures() as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
     logging.getLogger(__name__).warning("LoRA dropout runs without its Triton kernel, which is slower: %s", why)
     return None
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def kernel_failures() -> tuple[type[Exception], ...]:
     """What a kernel that cannot be built or run raises: Triton's compiler and `ptxas` an Exception of its own."""
     usual = (ImportError, OSError, RuntimeError, subprocess.SubprocessError)
     try:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitune.engine.batch import Batch
 from fitune.engine.ring import source_of
 from fitune.errors import UserError
 from fitune.model.build import Built
@@ -148,12 +147,15 @@ class Driver:
         mask = torch.ones(size, size, dtype=torch.bool, device=position_ids.device).tril_()
         return {"position_ids": position_ids, "attention_mask": mask[None, None]}
 
-    def record(self, batch: Batch) -> tuple[torch.Tensor, list[LayerCall]]:
-        """Embed a micro-batch of `input_ids`, `position_ids` [B, T]; returns (hidden [B, T, H], a call per layer)."""
+    def record(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, host_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[LayerCall]]:
+        """Embed a micro-batch. `input_ids`, `position_ids` [B, T], `host_ids` the former on the CPU if they are;
+        returns (hidden [B, T, H], one call per layer)."""
         self.ready(-1)
         embedding = self.built.host_embedding
-        with embedding.knowing(batch.input_ids, batch.host_ids) if embedding is not None else nullcontext():
-            self._dry(batch.input_ids, batch.position_ids)
+        with embedding.knowing(input_ids, host_ids) if embedding is not None else nullcontext():
+            self._dry(input_ids, position_ids)
         hidden, calls = self._inputs[0], self._calls
         self._inputs, self._calls = [], []
         return hidden, calls

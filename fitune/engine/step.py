@@ -126,7 +126,7 @@ def start(driver: Driver, batch: Batch, trains_embedding: bool) -> Running:
     """Embed a micro-batch."""
     batch.enter(driver.built.context)
     with torch.set_grad_enabled(trains_embedding):
-        hidden, calls = driver.record(batch)
+        hidden, calls = driver.record(batch.input_ids, batch.position_ids, batch.host_ids)
     return Running(batch, hidden if trains_embedding else None, calls, hidden.detach())
 
 
@@ -325,7 +325,7 @@ def evaluate(
     driver.weights.begin(pass_items(driver, [batch], loss_chunk, backward=False))
     batch.enter(driver.built.context)
     observe("embed", 0)
-    hidden, calls = driver.record(batch)
+    hidden, calls = driver.record(batch.input_ids, batch.position_ids, batch.host_ids)
     for index, call in enumerate(calls):
         observe("forward", index)
         with driver.weights.layer(index), _tiling(driver, mlp_tiles), driver.casts[index]:

@@ -103,7 +103,7 @@ class TensorEngine(Engine):
         batch = Batch(ids, ids, positions, None, None, None, None, _TRIED_TOKENS, _TRIED_TOKENS)
         batch.enter(context)
         with _per_token(self.exchanges, self._embed), torch.no_grad():
-            hidden, calls = self.driver.record(batch)
+            hidden, calls = self.driver.record(ids, positions)
         for index, (call, layer) in enumerate(zip(calls, self._layers, strict=True)):
             inputs = hidden.detach().requires_grad_(index > 0 or self.trains_embedding)
             with _per_token(self.exchanges, layer.forward), torch.no_grad():

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fitune.engine import host_masters, streamed_update
+from fitune.engine import host_masters, host_parcels, streamed_update
 from fitune.memory import in_host
 from fitune.memory.in_host import held_bytes, piece_buffers
 from fitune.memory.trace import Tracer
@@ -119,5 +119,5 @@ def test_predicted_pieces_are_the_buffers_of_the_update(optimizer, micro_batches
 
 def test_constants_are_the_engines():
     assert in_host.UNDERWAY == host_masters.UNDERWAY
-    assert in_host._ALIGNMENT_BYTES == host_masters._ALIGNMENT_BYTES
+    assert in_host._ALIGNMENT_BYTES == host_parcels._ALIGNMENT_BYTES
     assert streamed_update.buffer_bytes("adamw") == 2 * streamed_update.PIECE_ELEMENTS * 18

@@ -17,11 +17,13 @@ LEAN = dict(**RING, head_place="host", embedding_place="host", offload_inputs=Tr
 LEANEST = LEAN | dict(mlp_tiles=4, loss_chunk=512)
 MAJOR = dict(accumulation_order="layer-major")
 # masters and state of adapters in host memory, updated there
-LEAST = LEAN | dict(optimizer_place="host", mlp_tiles=2)
+LEAN_HOST = LEAN | dict(optimizer_place="host")
+LEAST = LEAN_HOST | dict(mlp_tiles=2)
 FULL_RING = dict(**RING, **MAJOR, offload_inputs=True, loss_chunk=256)
 
 _ALL = dict(recompute="all")
 _8B = dict(model=LLAMA_8B, method="qlora", seq_len=2048, **_ALL)
+_70B = _8B | dict(model="random:meta-llama/Llama-3.1-70B", batch=1, seq_len=4096)
 _BF16 = _8B | dict(method="lora", base_format="bf16")
 # full fine-tuning: 16 micro-batches of 2,048 tokens pass a layer together
 _FULL = _8B | dict(method="full", batch=16, micro_batch=1, optimizer="adamw8bit")
@@ -87,34 +89,35 @@ CASES: dict[str, Case] = {
         ">= 90 % of resident in <= 2 GiB at one micro-batch", _8B | dict(batch=1), LEAN, 2, _1x),
     "8b-nf4-1x2048-leanest": Case(
         "tiled MLP, 8-bit state", _8B | dict(batch=1, optimizer="adamw8bit"), LEANEST, 2, _1x),
-    "8b-nf4-1x2048-least": Case(
-        "<= 0.9 GiB while it trains at >= 75 % of resident: masters and state in RAM", _8B | dict(batch=1), LEAST, 2,
-        _1x),
     "8b-nf4-1x2048-lean-host": Case(
-        "masters and state in RAM, the MLP in one piece", _8B | dict(batch=1), LEAN | dict(optimizer_place="host"), 2,
-        _1x),
+        "<= 0.9 GiB while it trains at >= 75 % of resident: masters and state in RAM", _8B | dict(batch=1), LEAN_HOST,
+        2, _1x),
+    "8b-nf4-1x2048-least": Case("the same with the MLP in halves", _8B | dict(batch=1), LEAST, 2, _1x),
     _4x: Case("resident, what others are compared with", _8B | dict(batch=4)),
+    "8b-nf4-4x2048-lean-host": Case(
+        "8,192 tokens a step: >= 95 % of resident in <= 2 GiB; each layer's weights once for all rows, which one "
+        "micro-batch holds", _8B | dict(batch=4), LEAN_HOST, 2, _4x),
     "8b-nf4-4x2048-major-least": Case(
-        "8,192 tokens a step, layer by layer: >= 95 % of resident in <= 2 GiB; the MLP in halves", _8B | dict(batch=4),
-        LEAST | MAJOR, 2, _4x),
+        "the same with the MLP in halves", _8B | dict(batch=4), LEAST | MAJOR, 2, _4x),
     "8b-nf4-4x2048-by-2-major-lean": Case(
-        "the same as two micro-batches", _8B | dict(batch=4, micro_batch=2), LEAN | MAJOR, 2, _4x),
+        "the same as two micro-batches, layer by layer", _8B | dict(batch=4, micro_batch=2), LEAN | MAJOR, 2, _4x),
     # -- 3: bf16 -------------------------------------------------------------------------------------------------------
     "8b-bf16-4x2048-chosen-cap10": Case(
         "10 GiB cap of the process, planned: >= 100 % of NF4-resident",
         _BF16 | dict(batch=4, vram=10, recompute="auto"), {}, 3, _4x, chosen=True),
+    "8b-bf16-4x2048-lean-cap4": Case(
+        "4 GiB cap of the process: >= 95 % of NF4-resident", _BF16 | dict(batch=4, vram=4), LEAN, 3, _4x),
     "8b-bf16-4x2048-major-least-cap4": Case(
-        "4 GiB cap of the process: >= 95 % of NF4-resident", _BF16 | dict(batch=4, vram=4), LEAST | MAJOR, 3, _4x),
+        "the same with the MLP in halves, masters in RAM", _BF16 | dict(batch=4, vram=4), LEAST | MAJOR, 3, _4x),
     "8b-bf16-1x2048-least": Case(
         "smallest peak <= 1.5 GiB", _BF16 | dict(batch=1), LEAST, 3, _1x),
     # -- 4: 70B and 32B ------------------------------------------------------------------------------------------------
-    "70b-nf4-2-layers-resident": Case(
-        "two resident layers: the compute-bound rate of 70B is this step's time per layer",
-        _8B | dict(model="random:meta-llama/Llama-3.1-70B", batch=1, seq_len=4096), {}, 4, layers=2),
+    "70b-nf4-2-layers-resident": Case("two resident layers, head and update", _70B, {}, 4, layers=2),
+    "70b-nf4-10-layers-resident": Case(
+        "ten: their difference is what eight layers take, which gives the compute-bound rate of 80", _70B, {}, 4,
+        layers=10),
     "70b-nf4-1x4096-least": Case(
-        "<= 3 GiB at >= 90 % of the compute-bound rate",
-        _8B | dict(model="random:meta-llama/Llama-3.1-70B", batch=1, seq_len=4096), LEAST, 4, steps=3,
-        evaluates=False),
+        "<= 3 GiB at >= 90 % of the compute-bound rate", _70B, LEAST, 4, steps=5, evaluates=False),
     "32b-bf16-1x4096-ram": Case(
         "16-bit 32B from RAM (66 GB): recorded", _BF16 | dict(model="random:Qwen/Qwen2.5-32B", batch=1, seq_len=4096),
         LEAN, 4, steps=3, evaluates=False),
@@ -122,7 +125,7 @@ CASES: dict[str, Case] = {
     "qwen3-30b-a3b-nf4-1x2048-attention": Case("LoRA on attention: <= 4 GiB", _MOE | _ATTENTION, LEAN, 5, steps=3),
     "qwen3-30b-a3b-nf4-1x2048-experts": Case(
         "LoRA on the experts, masters and state in RAM: recorded", _MOE | _EXPERTS,
-        LEAN | dict(optimizer_place="host"), 5, steps=3, evaluates=False),
+        LEAN_HOST, 5, steps=3, evaluates=False),
     "gpt-oss-120b-nf4-1x2048-cap24": Case(
         "4-bit (about 63 GB of RAM) under a 24 GiB cap: recorded", _GPT_OSS, LEAN, 5, steps=3, evaluates=False),
     # -- 6: full fine-tuning -------------------------------------------------------------------------------------------

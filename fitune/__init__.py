@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # modules and functions at once, which no type can say
     train: Any
     predict: Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _CALLS = ("plan", "train")
 

@@ -32,6 +32,7 @@ from fitune.engine.driver import Driver, LayerCall
 from fitune.engine.inputs import OffloadedInputs
 from fitune.engine.ring import Item
 from fitune.engine.tiled_tail import tail_items, tiled_tail
+from fitune.model.backward import backward
 
 Observer = Callable[[str, int], None]
 """Called at the start of a part of the step: ("embed" | "stash" | "forward" | "tail" | "backward" | "optimizer" |
@@ -116,7 +117,8 @@ def forward_backward(
         observe("backward", -1)
         for state in running:
             assert state.embedded is not None
-            state.embedded.backward(state.grad)
+            assert state.grad is not None
+            backward(state.embedded, state.grad)
             grads_ready("embed", 0)
     part_done("embed", 0)
     return loss
@@ -247,7 +249,7 @@ def backward_layer(
         if outputs.requires_grad:  # the first layer may have nothing to train (no adapter, frozen embedding)
             root = get_gradient_edge(outputs) if frees_output else outputs
             del outputs
-            torch.autograd.backward(root, grad)
+            backward(root, grad)
     state.grad = inputs.grad
 
 
@@ -310,7 +312,7 @@ def tail_loss(
         chunk_loss, d_logits = driver.cross_entropy(logits_CV, targets_N[rows], grad_scale, scratch)
         loss += chunk_loss
         if grad_NH is not None:
-            logits_CV.backward(d_logits)
+            backward(logits_CV, d_logits)
             grad_NH[rows] = chunk_CH.grad
             chunk_done()
         del logits_CV, d_logits, chunk_CH

@@ -15,6 +15,7 @@ import torch
 from fitune.engine.batch import Batch
 from fitune.engine.driver import Driver
 from fitune.engine.ring import Item
+from fitune.model.backward import backward
 from fitune.model.ends import HostHead
 from fitune.model.tiled_loss import TiledCrossEntropy
 
@@ -158,5 +159,5 @@ def _leave(driver: Driver, chunk: _Chunk, flat_NH: torch.Tensor, grad_NH: torch.
     with torch.enable_grad():
         chunk_CH = flat_NH[chunk.rows].detach().requires_grad_()
         entering_CH = driver.head_input(chunk_CH)
-    entering_CH.backward(chunk.loss.gradient(grad_scale))
+    backward(entering_CH, chunk.loss.gradient(grad_scale))
     grad_NH[chunk.rows] = chunk_CH.grad

@@ -89,12 +89,12 @@ _PAGE_ENTRY_BYTES, _HOST_PAGE_BYTES = 8, 4 * KIB
 # ---- documented ----
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.11 to 2.13: one workspace per handle and stream, and every thread
-# has its own handle. Forward passes run on the calling thread, backward passes on autograd's: two of them.
-NUM_CUBLAS_THREADS = 2
+# has its own handle. Backward passes run on the calling thread too (`fitune.model.backward`): one.
+NUM_CUBLAS_THREADS = 1
 CUBLAS_WORKSPACE_BYTES = 2 * 4096 * KIB + 8 * 16 * KIB  # CUBLAS_WORKSPACE_CONFIG's default, :4096:2:16:8
 CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB  # major versions 9, 10 and 12
 CUBLASLT_WORKSPACE_BYTES = MIB  # of products with a bias, where torch does not share cuBLAS' (2.11: not shared)
-_WORKSPACE = "two cuBLAS workspaces of torch's default size"
+_WORKSPACE = "a cuBLAS workspace of torch's default size"
 
 # ---- assumed ----
 
@@ -109,16 +109,16 @@ def _elsewhere(low_bytes: int, high_bytes: int) -> Figure:
     return Figure(758 * MIB, "assumed", _FROM_H200, low_bytes, high_bytes)
 
 
-def _two(num_bytes: int) -> Figure:
+def _workspace(num_bytes: int) -> Figure:
     size = NUM_CUBLAS_THREADS * num_bytes
     return Figure(size, "documented", _WORKSPACE, num_bytes, size + NUM_CUBLAS_THREADS * CUBLASLT_WORKSPACE_BYTES)
 
 
-_OLDER = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 800 * MIB), _two(CUBLAS_WORKSPACE_BYTES))
-_ADA = Overheads(_elsewhere(ADA_CONTEXT_AT_START_BYTES, 800 * MIB), _two(CUBLAS_WORKSPACE_BYTES))
-_BLACKWELL = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 1000 * MIB), _two(CUBLAS_WORKSPACE_HOPPER_BYTES))
-# `benchmarks/results/calibration-h200-2026-11-30.json`: 67,109,888 bytes, of two threads
-_HOPPER = Overheads(_H200_CONTEXT, Figure(64 * MIB, "measured", "measured on an H200, 2026-11-30", 64 * MIB, 66 * MIB))
+_OLDER = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 800 * MIB), _workspace(CUBLAS_WORKSPACE_BYTES))
+_ADA = Overheads(_elsewhere(ADA_CONTEXT_AT_START_BYTES, 800 * MIB), _workspace(CUBLAS_WORKSPACE_BYTES))
+_BLACKWELL = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 1000 * MIB), _workspace(CUBLAS_WORKSPACE_HOPPER_BYTES))
+# `benchmarks/results/calibration-h200-2026-11-30.json`: 67,109,888 bytes, of the two threads that there were then
+_HOPPER = Overheads(_H200_CONTEXT, Figure(32 * MIB, "measured", "measured on an H200, 2026-11-30", 32 * MIB, 33 * MIB))
 
 BY_CAPABILITY: dict[tuple[int, int], Overheads] = {
     (7, 0): _OLDER,

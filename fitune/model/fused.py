@@ -96,7 +96,8 @@ def _whole_mlp(module: Any, activation: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """act(gate) * up, saving gate and up only."""
+    """act(gate) * up, saving gate and up only. Backward writes gate's gradient over `up`, which is last read there (a
+    second backward pass through the same graph raises): of all of a layer this is where the most is alive."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -108,11 +109,11 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         d_up = _activate(gate, ctx.activation).mul_(grads[0])
-        inner = grads[0] * up
+        inner = up.mul_(grads[0])
         if ctx.activation == "silu":
-            d_gate = _aten.silu_backward(inner, gate)
+            d_gate = _aten.silu_backward.grad_input(inner, gate, grad_input=inner)
         else:
-            d_gate = _aten.gelu_backward(inner, gate, approximate="tanh")
+            d_gate = _aten.gelu_backward.grad_input(inner, gate, approximate="tanh", grad_input=inner)
         return d_gate, d_up, None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fitune.model.backward import backward
 from fitune.model.linear import StepContext
 
 Mlp = Callable[[torch.Tensor], torch.Tensor]
@@ -70,7 +71,7 @@ class _Tiled(torch.autograd.Function):
                 out_NH = ctx.mlp(part_NH)
                 ctx.context.unneeded = None
             if out_NH.requires_grad:
-                out_NH.backward(g_NH[rows])
+                backward(out_NH, g_NH[rows])
             if dx_NH is not None:
                 dx_NH[rows] = part_NH.grad
             del out_NH, part_NH

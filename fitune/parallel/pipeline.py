@@ -25,6 +25,7 @@ from fitune.engine.optimizers import Masters, Picked, flatten_state
 from fitune.engine.parts import ENDS, part_of
 from fitune.engine.step import Observer, Running, backward_layer, forward_layer, ignore, start, tail, tail_loss
 from fitune.errors import UserError
+from fitune.model.backward import backward
 from fitune.model.build import Built, wanted_weights
 from fitune.parallel.exchange import all_reduce, receive, send, total_norm
 from fitune.parallel.group import Group
@@ -246,7 +247,8 @@ class PipelineEngine(Engine):
             backward_layer(self.driver, state, index, stash=kept, needs_input_grad=needs)
             self.masters.collect(self._parts.get(("layer", index), ()))
         if state.embedded is not None:
-            state.embedded.backward(state.grad)
+            assert state.grad is not None
+            backward(state.embedded, state.grad)
             self.masters.collect(self._parts["embed", 0])
 
     @property

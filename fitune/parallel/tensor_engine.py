@@ -15,6 +15,7 @@ from fitune.engine.engine import Engine, StepResult
 from fitune.engine.optimizers import Masters, Picked, flatten_state
 from fitune.engine.ranks import Several
 from fitune.engine.step import Observer, ignore, tail_loss
+from fitune.model.backward import backward
 from fitune.model.build import Built
 from fitune.model.loss import IGNORED
 from fitune.parallel.exchange import receive, send, total_norm
@@ -115,7 +116,7 @@ class TensorEngine(Engine):
                     outputs = self.driver.run_layer_again(index, inputs, call)
             with _per_token(self.exchanges, layer.backward):
                 if outputs.requires_grad:
-                    outputs.backward(torch.zeros_like(outputs))
+                    backward(outputs, torch.zeros_like(outputs))
             context.mlp_tiles = 1
             _forget(self.built.layers[index])
         with _per_token(self.exchanges, self._tail):

@@ -29,6 +29,7 @@ from fitune.engine.optimizers import _BNB_TABLES, Masters, build_optimizer
 from fitune.engine.ranks import Several
 from fitune.engine.step import Observer, ignore
 from fitune.errors import EXIT_FAILED, NotFinite, UserError
+from fitune.model.backward import on_this_thread
 from fitune.model.build import Built
 from fitune.model.formats import DENSE
 from fitune.model.loss import IGNORED
@@ -169,7 +170,8 @@ class ZeroEngine(Engine):
                 )
                 loss += part
                 self._observed(failure, observe, "backward", number)
-                self.zero.backward(weighted, scale_wrt_gas=False)
+                with on_this_thread():
+                    self.zero.backward(weighted, scale_wrt_gas=False)
                 del weighted
             all_reduce(loss)
         if failure:

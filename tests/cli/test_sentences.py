@@ -69,7 +69,7 @@ SPEAKING = (
 PARTS = re.compile(
     r" with double .*|\? needs at least \? on each card, \? of |\? may be used|a card with more memory: \? \(\?\)|"
     r"\? of the available RAM|all of a \?|what is free on \?| \(\? are used by other processes\)|"
-    r"--ram \? changes nothing: \? are \?| \(an NVLink bridge.*|PCIe through host memory|two cuBLAS workspaces.*|"
+    r"--ram \? changes nothing: \? are \?| \(an NVLink bridge.*|PCIe through host memory|a cuBLAS workspace.*|"
     r"masters and state|paged optimizer state|, or plan for more cards: .*|weights are copied|gradients leave|"
     r"\?, masters and state in RAM, updated \?|ahead of the next forward pass, layer by layer|beside the backward pass|"
     r"all \? micro-batches pass a layer before the next: its \? once, not \? times"

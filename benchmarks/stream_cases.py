@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
     # -- 9: the disk tier ----------------------------------------------------------------------------------------------
     "8b-bf16-1x2048-disk-ram8": Case(
         "16-bit 8B from disk with 8 GiB of RAM left: trains", _BF16 | dict(batch=1),
-        LEAN | dict(stream_from="disk"), 9, _1x, steps=3, evaluates=False, ram_bytes=8 * 2**30),
+        LEAN | dict(stream_from="disk"), 9, steps=3, evaluates=False, ram_bytes=8 * 2**30),
     "8b-bf16-1x2048-disk-ram8-killed": Case(
         "the same, killed in mid-step: goes on with the same bits", _BF16 | dict(batch=1),
         LEAN | dict(stream_from="disk"), 9, ram_bytes=8 * 2**30, killed=True),

@@ -24,8 +24,8 @@ from bench import GIB
 from stream_cases import Case
 from stream_limits import leave_ram, sweep
 
-KILLED_IN = 3  # the step, of
-STEPS = 4
+KILLED_IN = 2  # the step, of
+STEPS = 3
 _COMPARED = ("losses", "gradient_norms", "adapter_sha256")
 _TINY_RAM_BYTES = 4 * GIB
 _TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
@@ -90,7 +90,7 @@ class _Job:
         limit = _TINY_RAM_BYTES if self.tiny else self.case.ram_bytes
         limited = leave_ram(limit, fill=not self.tiny) if limit else None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         recipe = recipes.build(self._recipe(self.root / run))
         self._plan_as_the_case()

@@ -242,6 +242,8 @@ def _flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of some heads, with what the kernel allocates on the way."""
     longest, scale, left, right = settings
+    if q.is_meta:  # what the CUDA op does first (torch 2.11, attention_backward.cu); of some heads these are copies
+        grad, out = grad.contiguous(), out.contiguous()
     dq, dk, dv = _aten._flash_attention_backward(
         grad,
         q,

@@ -1,7 +1,8 @@
 """Backward passes on the thread that asks for them.
 
-Left to itself, autograd runs them on a thread of its own per GPU. Here nothing is gained by that, since the caller waits;
-and a second thread that multiplies has a second cuBLAS workspace (32 MiB from Hopper on; `fitune.memory.constants`).
+Left to itself, autograd runs them on a thread of its own per GPU. Here nothing is gained by that, since the caller
+waits; and a second thread that multiplies has a second cuBLAS workspace (32 MiB from Hopper on; see
+`fitune.memory.constants`).
 """
 
 from __future__ import annotations

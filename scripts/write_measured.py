@@ -47,15 +47,20 @@ def page() -> str:
     return text
 
 
-def made_with(record: dict[str, Any]) -> str:
-    """The versions that stand in a record."""
-    return ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+def made_with(records: list[dict[str, Any]]) -> str:
+    """The versions that stand in records."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        for key, value in record["versions"].items():
+            found.setdefault(key, [])
+            found[key] += [value] if value not in found[key] else []
+    return ", ".join(f"{key} {' and '.join(values)}" for key, values in found.items())
 
 
 def points_section(name: str, records: list[dict[str, Any]]) -> str:
     """Runs of `benchmarks/plan_points.py`: plans as they were made, below a cap."""
     first = records[0]
-    versions = made_with(first)
+    versions = made_with(records)
     lines = [
         f"\n## {first['gpu']['name']}, {first['date']}: plans of a model, a method and a cap\n",
         f"`{name}` (`benchmarks/plan_points.py`): {versions}. A run is what `fitune train` makes of a model, a method "
@@ -98,7 +103,7 @@ def how(plan: dict[str, Any]) -> str:
 def alone_section(name: str, records: list[dict[str, Any]]) -> str:
     """Runs of `benchmarks/multi_gpu.py --alone`: one process in a group beside the plain way."""
     first = records[0]
-    versions = made_with(first)
+    versions = made_with(records)
     plain = {r["name"]: r for r in records}
     lines = [
         f"\n## {first['gpu']['name']}, {first['date']}: one process in a group\n",
@@ -126,7 +131,7 @@ def alone_section(name: str, records: list[dict[str, Any]]) -> str:
 def matrix_section(name: str, records: list[dict[str, Any]]) -> str:
     """Runs of `benchmarks/measure.py`: how far off the predictions were, then every run."""
     first = records[0]
-    versions = made_with(first)
+    versions = made_with(records)
     lines = [
         f"\n## {first['gpu']['name']}, {first['date']}: {len(records)} configurations\n",
         f"`{name}` (`benchmarks/measure.py`): {versions}. Each was predicted before it was run; the commit stands in "
@@ -196,7 +201,7 @@ def step_of(side: dict[str, Any]) -> dict[str, Any]:
 def section(name: str, records: list[dict[str, Any]]) -> str:
     """One file of records as a table."""
     first = records[0]
-    versions = made_with(first)
+    versions = made_with(records)
     errors = [abs(step_bytes(r["predicted"]) / step_bytes(r["measured"]) - 1) for r in records]
     lines = [
         f"\n## {first['gpu']['name']}, {first['date']}\n",

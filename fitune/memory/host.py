@@ -17,6 +17,7 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 TOKEN_BYTES = 8  # int32 input id and int32 label (fitune.data.records)
 MERGE_ROWS_BYTES = 2 * 64 * MIB  # fp32 rows of one weight that a merge holds (fitune.model.merge)
 STAGING_BYTES = 2 * 32 * MIB  # two pinned buffers of the thread that feeds the card (fitune.engine.feeder)
+EXPORT_SHARD_BYTES = 2 * 2**30  # of one file of a model trained in full (fitune.train.result)
 OFFLOADED = "offloaded state"  # of each rank on the disk
 SMALL_FILES_BYTES = 16 * MIB  # tokenizer, configuration, events: an upper bound, they are a few MiB
 
@@ -131,10 +132,14 @@ def loader_bytes(plan: Plan, facts: Facts) -> int:
 def staging_bytes(phase: str, plan: Plan, facts: Facts) -> int:
     """What is trained and the optimizer's state on their way to a file (one copy in RAM, which is written in the
     background) or back. Masters that are in RAM are saved from where they are, unless a copy takes a quarter of the
-    free RAM at most, and read tensor by tensor, as their state is."""
-    if facts.in_host is not None:
-        return 0 if phase == "save" else 4 * facts.largest_values
-    return facts.checkpoint_bytes
+    free RAM at most (which is not counted: there is room), and read tensor by tensor, as their state is; what is left
+    is a file of the trained model."""
+    if facts.in_host is None:
+        return facts.checkpoint_bytes
+    if phase != "save":
+        return 4 * facts.largest_values
+    width = WIDTHS[plan.precision]
+    return min(width * facts.num_parameters, max(EXPORT_SHARD_BYTES, width * facts.largest_values))
 
 
 def beside_card(plan: Plan, facts: Facts, phase: str = "step") -> dict[str, int]:

@@ -22,6 +22,7 @@ class CardRates:
         host_factor: host time relative to the fitted constants.
         basis: measured | calibrated | kin | catalog | doubtful | unknown | cpu.
         error: (low, high) factors on the device's time; host_error and link_error the same for the others'.
+        host_memory: how much faster the RAM beside it is than a desktop's (`speed.host_update`).
         sources: measured bytes/s of streamed weights by where they wait (pageable, disk); unpack_bytes_per_s: measured.
     """
 
@@ -37,6 +38,7 @@ class CardRates:
     error: tuple[float, float]
     host_error: tuple[float, float]
     link_error: tuple[float, float] = constants.LINK_ERROR["assumed"]
+    host_memory: float = 1.0
     sources: Mapping[str, float] = field(default_factory=dict)
     unpack_bytes_per_s: float | None = None
 
@@ -47,6 +49,8 @@ class CardRates:
     def copy_bytes_per_s(self, source: str) -> float:
         """Of streamed weights that wait in `source`: never faster than the link."""
         known = self.sources.get(source)  # shards have no share of their own: `speed.together` gives their rate
+        if known is None and source == "disk":
+            known = min(self.link_bytes_per_s * constants.SOURCE_SHARE[source], constants.DISK_BYTES_PER_S)
         rate = self.link_bytes_per_s * constants.SOURCE_SHARE.get(source, 1.0) if known is None else known
         return min(rate, self.link_bytes_per_s)
 
@@ -102,6 +106,7 @@ def _catalog(name: str, fitted: constants.Fitted) -> CardRates:
         gpu.name, "cuda", flops, attention, dense, gpu.memory_bytes_per_s, gpu.link_bytes_per_s, 1.0, basis, error,
         host if measured else (min(host[0], constants.HOST_ELSEWHERE[0]), max(host[1], constants.HOST_ELSEWHERE[1])),
         constants.LINK_ERROR["measured" if measured else "assumed"],
+        constants.SERVER_MEMORY if gpu.memory_kind == "hbm" else 1.0,
     )  # fmt: skip
 
 

@@ -82,39 +82,44 @@ PRIOR = Fitted(
 # the middle of them all, at which an unknown host is put.
 # fitted: begin
 FITTED_ON = (
-    "150 records of h200-2026-11-30.json, h200-matrix-2026-11-30.json, stream-h200-2026-11-30.json; held- "
-    "out half: median 4.8%, 95 % 18.6% on their hosts (4k tokens and more: 3.5%, 13.7%); 8.2%, 20.8% "
-    "without knowing the host"
+    "191 records of h200-2026-11-30.json, h200-matrix-2026-11-30.json, plan-points.json, "
+    "stream-h200-2026-12-01.json, stream-h200-2026-12-01b.json; held-out half: median 5.3%, 95 % 23.2% on "
+    "their hosts (4k tokens and more: 3.6%, 13.3%); 6.4%, 23.1% without knowing the host"
 )
 HOST_FACTORS = {
-    "h200-2026-11-30.json": 1.029,
-    "vm, Intel(R) Xeon(R) Processor": 1.264,
-    "vm, Intel(R) Xeon(R) Processor at 05810c7": 1.068,
-    "vm, Intel(R) Xeon(R) Processor at 06f34a0": 1.184,
-    "vm, Intel(R) Xeon(R) Processor at 39af758": 1,
-    "vm, Intel(R) Xeon(R) Processor at c92073c": 1.068,
+    "h200-2026-11-30.json": 1.078,
+    "vm, Intel(R) Xeon(R) Processor at 05810c7": 1.13,
+    "vm, Intel(R) Xeon(R) Processor at 06f34a0": 1.229,
+    "vm, Intel(R) Xeon(R) Processor at 2ac21c6": 0.829,
+    "vm, Intel(R) Xeon(R) Processor at 39af758": 1.038,
+    "vm, Intel(R) Xeon(R) Processor at 72ebc63": 0.9277,
+    "vm, Intel(R) Xeon(R) Processor at 73eaa5b": 0.6745,
+    "vm, Intel(R) Xeon(R) Processor at b332f0a": 1.029,
+    "vm, Intel(R) Xeon(R) Processor at c92073c": 1.119,
+    "vm, Intel(R) Xeon(R) Processor at e58d968": 1.173,
+    "vm, Intel(R) Xeon(R) Processor at fc2444a": 1.119,
 }
 FITTED = Fitted(
-    gemm_share=0.6082,
-    gemm_half_tiles=34.11,
-    grouped_share=0.3746,
-    attention_forward_share=0.3889,
-    attention_backward_share=0.2848,
-    memory_share=0.6243,
-    unpack_share=0.6361,
-    skinny_share=0.9256,
+    gemm_share=0.7,
+    gemm_half_tiles=52.5,
+    grouped_share=0.3817,
+    attention_forward_share=0.3781,
+    attention_backward_share=0.2692,
+    memory_share=0.5155,
+    unpack_share=0.5213,
+    skinny_share=0.6686,
     update_share=0.97,
-    score_bytes=78.34,
-    dropout_bytes=12.93,
-    wide_rotary_bytes=90.64,
-    kernel_s=1.232e-06,
-    host_kernel_s=2.197e-05,
-    host_call_s=6.679e-05,
+    score_bytes=74.05,
+    dropout_bytes=13.06,
+    wide_rotary_bytes=76.56,
+    kernel_s=1.726e-06,
+    host_kernel_s=2.077e-05,
+    host_call_s=6.255e-05,
     host_unpack_s=0.0001312,
-    host_transfer_s=0.0008941,
+    host_transfer_s=0.00018,
     host_low=0.6337,
     host_high=1.578,
-    device_error=0.08792,
+    device_error=0.08757,
 )
 # fitted: end
 
@@ -129,9 +134,14 @@ measured."""
 EFFICIENT_ATTENTION = 0.6
 """The memory-efficient kernel's rate relative to flash attention's. A rule of thumb, not measured."""
 
+SERVER_MEMORY = 2.0
+"""How much faster than a desktop's (`speed.host_update.RAM_BYTES_PER_S`) the RAM beside a card with HBM updates
+masters. From one run: 3B with fp32 state on an H200's host of 16 cores (`stream-h200-2026-12-01.json`)."""
 SOURCE_SHARE = {"none": 1.0, "pinned": 1.0, "pageable": 0.4, "disk": 0.1}
 """Share of the link's rate by where streamed weights wait. Pageable memory goes through small pinned buffers that a
-thread fills; disk: an NVMe drive beside a PCIe 4 x16 link. Neither was measured."""
+thread fills (not measured); disk: an NVMe drive beside a PCIe 4 x16 link."""
+DISK_BYTES_PER_S = 2.2e9
+"""At most, from a disk: 1.9 and 2.2 GB/s in two runs of one host, whose page cache had been emptied."""
 
 # ---- cards that were not measured ----
 

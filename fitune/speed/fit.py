@@ -81,13 +81,22 @@ def points_of(records: Iterable[tuple[str, dict[str, Any]]]) -> tuple[list[Point
             skipped.append(f"{record['name']}: {record['model']} is not in the catalog")
             continue
         plan = plans.from_dict(record["plan"])
+        if record.get("throttled_to_bytes_per_s") or plan.stream_from == "disk":
+            skipped.append(f"{record['name']}: bound by a link or a disk that is this run's own")
+            continue
         if plan.adapter is not None and plan.adapter.dropout and record.get("commit") in OLD_DROPOUT:
             skipped.append(f"{record['name']}: its dropout ran in kernels that there are no more")
             continue
         host = _host(record, file)
-        work = step_work(plan, decoder_of(shape))
-        found[record["name"]] = Point(record["name"], host, record["gpu"]["name"], work, float(step_s))
+        found[record["name"]] = Point(record["name"], host, record["gpu"]["name"], work_of(record), float(step_s))
     return list(found.values()), skipped
+
+
+def work_of(record: dict[str, Any]) -> StepWork:
+    """Work of a step of the plan of a record, whose model is in the catalog."""
+    shape = models.find(record["model"].removeprefix("random:"))
+    assert shape is not None, record["model"]
+    return step_work(plans.from_dict(record["plan"]), decoder_of(shape))
 
 
 def _host(record: dict[str, Any], file: str) -> str:
@@ -97,7 +106,8 @@ def _host(record: dict[str, Any], file: str) -> str:
     if not host:
         return file
     name = json.dumps(host, sort_keys=True) if isinstance(host, dict) else str(host)
-    return f"{name} at {record['commit']}" if record.get("commit") else name
+    commit = record.get("commit") or record.get("predicted_commit")
+    return f"{name} at {commit[:7]}" if commit else name
 
 
 def predicted(point: Point, fitted: Fitted, host_factor: float = 1.0) -> StepTime:

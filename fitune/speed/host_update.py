@@ -17,7 +17,7 @@ from fitune.speed.segments import Segment
 
 RAM_BYTES_PER_S = 40e9
 """What an update on the CPU reads and writes a second. Two channels of DDR4-3200 have 51 GB/s, of DDR5-5600 90, and a
-server's eight more. Not measured beside a GPU; torch's fused AdamW updates 1,770 million elements a second (50 GB/s)
+server's eight more (`constants.SERVER_MEMORY`); torch's fused AdamW updates 1,770 million elements a second (50 GB/s)
 on two cores of an AMD EPYC."""
 CPU_8BIT_PER_S = 8 * 12.5e6
 """Elements a second of bitsandbytes' 8-bit update on the CPU: 25 million on two such cores, here on eight."""
@@ -50,7 +50,7 @@ def _part(one: Segment, phase: str, params: float) -> Segment:
     return replace(
         one, phase=phase, memory_bytes=one.memory_bytes * params, kernels=one.kernels * params,
         link_in_bytes=one.link_in_bytes * params, link_out_bytes=one.link_out_bytes * params,
-        cpu_s=one.cpu_s * params,
+        cpu_s=one.cpu_s * params, code_s=one.code_s * params,
     )  # fmt: skip
 
 
@@ -70,5 +70,6 @@ def _update(counter: LayerWork, width: int) -> Segment:
     wide = 6.0 if width < 4 else 0.0
     rounding = 4.0 + element if element < 4 else 0.0
     moved = _CPU_BYTES.get(plan.optimizer.removesuffix("8bit"), 28) + factors + wide + rounding
-    seconds = moved / RAM_BYTES_PER_S + (1 / CPU_8BIT_PER_S if plan.optimizer.endswith("8bit") else 0.0)
-    return Segment("optimizer", plan.optimizer, 1, link_in_bytes=element * (1 - streamed), cpu_s=seconds)
+    code = 1 / CPU_8BIT_PER_S if plan.optimizer.endswith("8bit") else 0.0
+    return Segment("optimizer", plan.optimizer, 1, link_in_bytes=element * (1 - streamed),
+                   cpu_s=moved / RAM_BYTES_PER_S, code_s=code)  # fmt: skip

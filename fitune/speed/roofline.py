@@ -112,7 +112,8 @@ def phases_of(work: StepWork, card: CardRates, fitted: Fitted) -> list[Phase]:
         host = sum(_host(s, card, fitted) * s.times for s in segments)
         ways = (sum(s.link_in_bytes * s.times for s in segments), sum(s.link_out_bytes * s.times for s in segments))
         link = max(ways) / card.copy_bytes_per_s(work.source)
-        link = max(link, sum(s.cpu_s * s.times for s in segments))  # an update in host memory is waited for as copies
+        in_host = sum((s.cpu_s / card.host_memory + s.code_s) * s.times for s in segments)
+        link = max(link, in_host)  # an update in host memory is waited for as copies
         made.append(Phase(name, host, device, link))
     return made
 

@@ -36,7 +36,8 @@ class Segment:
             whose host cost is bitsandbytes' own; transfers: copies that Python orders on a stream beside the
             computation's and waits for (a streamed layer or head tile, a saved input).
         link_in_bytes, link_out_bytes: from host to device and back; the two ways do not hinder each other.
-        cpu_s: seconds of an update on the CPU, which runs beside all else.
+        cpu_s: seconds of an update on the CPU, which runs beside all else, as a desktop's RAM allows; code_s: of one
+            that its code bounds, whatever the RAM.
     """
 
     phase: str
@@ -58,6 +59,7 @@ class Segment:
     link_in_bytes: float = 0.0
     link_out_bytes: float = 0.0
     cpu_s: float = 0.0
+    code_s: float = 0.0
 
     @property
     def flops(self) -> float:

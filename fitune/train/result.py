@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import EXIT_DONE
+from fitune.memory.host import EXPORT_SHARD_BYTES
 from fitune.plan import Adapter, Plan
 from fitune.train.link_sums import link_fields
 from fitune.train.run_folder import RunFolder
@@ -78,7 +79,8 @@ def write_result(run: RunFolder, session: Session, plan: Plan, engine: Engine) -
         model = engine.built.model
         trains_with, model.config.use_cache = model.config.use_cache, getattr(source.config, "use_cache", True)
         try:
-            model.save_pretrained(temp, state_dict=engine.whole_weights())
+            # safetensors makes a copy of each file in RAM
+            model.save_pretrained(temp, state_dict=engine.whole_weights(), max_shard_size=EXPORT_SHARD_BYTES)
         finally:
             model.config.use_cache = trains_with  # an evaluation may follow
         if source.path is not None and (source.path / "generation_config.json").is_file():

@@ -15,6 +15,7 @@ from fitune.memory.constants import overheads
 from fitune.memory.host import Facts
 from fitune.memory.known import tracer_for
 from fitune.model.source import resolve
+from tests.memory.engine_then import engine_of
 from tests.memory.test_records import ALL, sample
 
 PHASES = ("first_step", "step", "eval")
@@ -40,7 +41,8 @@ def predicted(record: dict) -> tuple[phases.Prediction, phases.Overheads]:
 @pytest.mark.skipif(not ALL, reason="no measured records in benchmarks/results")
 @pytest.mark.parametrize("record", sample(ALL), ids=lambda record: record["name"])
 def test_what_the_driver_counted_lies_in_the_interval(record):
-    made, extra = predicted(record)
+    with engine_of(record):
+        made, extra = predicted(record)
     for name in PHASES:
         found = record["measured"]["phases"].get(name)
         if not found or not found.get("device_bytes"):

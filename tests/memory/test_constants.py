@@ -74,13 +74,13 @@ def test_what_pinned_memory_takes_beside_the_context():
 
 
 def test_cublas_workspaces_are_torchs_defaults():
-    """:4096:2:16:8 KiB for two threads before Hopper, 32 MiB for two from Hopper on."""
-    assert overheads("cuda", (8, 6)).workspace_bytes == 2 * (2 * 4096 + 8 * 16) * 1024
-    assert overheads("cuda", (9, 0)).workspace_bytes == overheads("cuda", (12, 0)).workspace_bytes == 64 * MIB
+    """:4096:2:16:8 KiB before Hopper, 32 MiB from Hopper on, for the one thread that multiplies."""
+    assert overheads("cuda", (8, 6)).workspace_bytes == (2 * 4096 + 8 * 16) * 1024
+    assert overheads("cuda", (9, 0)).workspace_bytes == overheads("cuda", (12, 0)).workspace_bytes == 32 * MIB
     assert overheads("cuda", (8, 6)).workspace.basis == "documented"
     measured = json.loads((RESULTS / "calibration-h200-2026-11-30.json").read_text(encoding="utf-8"))["memory"]
     hopper = overheads("cuda", (9, 0)).workspace
-    assert hopper.low_bytes <= measured["workspace_bytes"] <= hopper.high_bytes
+    assert hopper.low_bytes <= measured["workspace_bytes"] / 2 <= hopper.high_bytes  # of two threads, as it was then
 
 
 @pytest.mark.parametrize(

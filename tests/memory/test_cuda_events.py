@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import record_events
 from fitune.memory.events import Event
+from tests.memory.engine_then import engine_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ALL = {
@@ -22,7 +23,8 @@ ALL = {
 
 @functools.cache
 def prediction(name):
-    return record_events.predicted(name)
+    with engine_of(ALL[name]):
+        return record_events.predicted(name)
 
 
 @pytest.mark.skipif(not ALL, reason="no events of a GPU have been recorded in benchmarks/results")

@@ -15,6 +15,7 @@ from fitune import plan as plans
 from fitune import recipe as recipes
 from fitune.planner.context import open_context
 from fitune.planner.predict import as_given
+from tests.memory.engine_then import engine_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MIB = 1024**2
@@ -36,7 +37,8 @@ pytestmark = pytest.mark.skipif(not ALL, reason="no matrix records in benchmarks
 
 
 @functools.cache
-def _context(group: str) -> Any:
+def _context(group: str, version: str) -> Any:
+    """Of a group's records by one version of fitune: a context keeps what was traced."""
     first = next(r for r in ALL if r["group"] == group)
     recipe = recipes.build({k: v for k, v in first["recipe"].items() if v is not None} | {"gpu": "h200"})
     return open_context(recipe, reads_data=True)
@@ -46,9 +48,12 @@ def predicted_again(record: dict[str, Any]) -> tuple[plans.Plan, dict[str, Any]]
     """Plan and prediction of a record's recipe by this version."""
     values = {k: v for k, v in record["recipe"].items() if v is not None and k in recipes.Recipe.model_fields}
     recipe = recipes.build(values | {"gpu": "h200"})
-    context = dataclasses.replace(_context(record["group"]), recipe=recipe, seq_len=recipe.seq_len)
-    plan, prediction = as_given(context)
-    return plan, prediction.as_dict()
+    with engine_of(record):
+        context = dataclasses.replace(
+            _context(record["group"], record["versions"]["fitune"]), recipe=recipe, seq_len=recipe.seq_len
+        )
+        plan, prediction = as_given(context)
+        return plan, prediction.as_dict()
 
 
 def error(predicted: int, measured: int) -> float:
@@ -103,7 +108,7 @@ def test_there_are_enough_runs_of_models_that_people_train():
     from fitune.speed.shape import decoder_of
 
     assert len(FREE) >= 120 and len(CAPPED) >= 60
-    whole = {r["name"]: _context(r["group"]).config for r in FREE}
+    whole = {r["name"]: _context(r["group"], "").config for r in FREE}
     large = [r for r in FREE if decoder_of(whole[r["name"]]).params >= 3e9
              and r["plan"]["num_layers"] == whole[r["name"]].num_hidden_layers]  # fmt: skip
     assert len(large) >= 60

@@ -16,6 +16,7 @@ from fitune.memory.replay import peaks
 from fitune.memory.trace import Tracer
 from fitune.model.source import resolve
 from fitune.planner.result import predicted_dict
+from tests.memory.engine_then import engine_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 PHASES = ("first_step", "step", "eval")
@@ -46,6 +47,11 @@ def sample(found: list[dict]) -> list[dict]:
 
 def predict(record: dict) -> dict:
     """The `predicted` object for the recorded plan, as the planner of this version makes it."""
+    with engine_of(record):
+        return _predicted(record)
+
+
+def _predicted(record: dict) -> dict:
     plan = plans.from_dict(record["plan"])
     recipe = recipes.build(record["recipe"])
     config = resolve(recipe.model, weights=False).config

@@ -12,6 +12,7 @@ from fitune import recipe as recipes
 from fitune.planner.context import open_context
 from fitune.planner.phases import phases_of
 from tests.conftest import ROOT
+from tests.memory.engine_then import engine_of
 
 ALL = json.loads((ROOT / "benchmarks" / "results" / "plan-points.json").read_text(encoding="utf-8"))
 RECORDS = [record for record in ALL if record["fits"]]
@@ -47,8 +48,9 @@ def test_what_does_not_fit_fails_when_it_is_forced():
 def test_what_the_driver_counted(record):
     """Predicted again, what pinned memory takes on the card included."""
     point = POINTS[record["name"]]
-    context = open_context(recipes.build(point.recipe_values()), plan_points.machine_of(point, HOST_GIB))
-    found = phases_of(context, plans.from_dict(record["plan"])).as_dict()
+    with engine_of(record):
+        context = open_context(recipes.build(point.recipe_values()), plan_points.machine_of(point, HOST_GIB))
+        found = phases_of(context, plans.from_dict(record["plan"])).as_dict()
     error = found["device_bytes"] / record["measured"]["device_bytes"] - 1
     waits = record["plan"]["offload_inputs"]  # such plans are taken to need one hidden state more than they do
     assert -0.012 <= error <= (0.045 if waits else 0.015)

@@ -372,6 +372,7 @@ def main() -> None:
     names = [word for word in args.what if word not in tasks]
     chosen = [p for p in points(_tiny_model(args.runs) if args.tiny else None) if not names or p.name in names]
     assert len(chosen) == len(names) or not names, f"the points are {', '.join(p.name for p in points())}"
+    chosen.sort(key=lambda point: names.index(point.name) if names else 0)
     results = args.runs if args.tiny else Path("benchmarks/results")
     before = bench.Records(args.runs / "points.json" if args.tiny else args.points)
     out = bench.Records(args.out or results / "plan-points.json")

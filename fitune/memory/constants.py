@@ -72,17 +72,19 @@ class Overheads:
 
 # NVIDIA H200 (9.0), driver 580.159, torch 2.11.0+cu130, bitsandbytes 0.50.2, 2026-11-30. Recorded in
 # `benchmarks/results/h200*-2026-11-30.json`: 527 MiB at start and 685 MiB once cuBLAS is loaded (`overheads`); device
-# minus reserved after training steps have loaded all their kernels is 737 to 753 MiB, 751 in most runs. 758 MiB was
-# read once and stands in no record: it is kept as the figure to plan with, 5 MiB above the most that is recorded.
+# minus reserved after training steps have loaded all their kernels is 737 to 753 MiB, 751 in most runs, of which 64 MiB
+# were the second cuBLAS handle's: since backward passes run on the calling thread it is 687 MiB in every run of
+# `plan-points.json` and `stream-h200-2026-12-01b.json` made so. The figure to plan with is 7 MiB above that.
 H200_CONTEXT_AT_START_BYTES = 527 * MIB
 H200_CUBLAS_BYTES = (685 - 527) * MIB
-H200_KERNELS_BYTES = (758 - 685) * MIB
-_H200_CONTEXT = Figure(758 * MIB, "measured", "measured on an H200, 2026-11-30", 735 * MIB, 790 * MIB)
+H200_KERNELS_BYTES = (694 - 685) * MIB
+SECOND_HANDLE_BYTES = 64 * MIB  # of cuBLAS, which there was until 0.2
+_H200_CONTEXT = Figure(694 * MIB, "measured", "measured on an H200, 2026-12-01", 671 * MIB, 726 * MIB)
 
 # NVIDIA H200, driver 580.159, torch 2.11.0, 2026-12-01 (`benchmarks/results/plan-points.json`): what lies outside the
-# allocator is 751 MiB in runs without copies beside the kernels. In 22 others it is 820 MiB (probably torch's pool of
-# streams, made with the first) and 2.00 MiB for each GiB of pinned memory (0.3 to 57 GiB), within 1.4 MiB: what an
-# entry of 8 bytes in the card's page tables for each page of 4 KiB takes.
+# allocator is 751 MiB (687 since) in runs without copies beside the kernels. In 22 others it is 69 MiB more (probably
+# torch's pool of streams, made with the first) and 2.00 MiB for each GiB of pinned memory (0.3 to 57 GiB), within 1.4
+# MiB: what an entry of 8 bytes in the card's page tables for each page of 4 KiB takes.
 COPY_STREAMS_BYTES = 69 * MIB
 _PAGE_ENTRY_BYTES, _HOST_PAGE_BYTES = 8, 4 * KIB
 
@@ -106,7 +108,7 @@ _FROM_H200 = "not measured on this architecture; taken from an H200"
 
 
 def _elsewhere(low_bytes: int, high_bytes: int) -> Figure:
-    return Figure(758 * MIB, "assumed", _FROM_H200, low_bytes, high_bytes)
+    return Figure(694 * MIB, "assumed", _FROM_H200, low_bytes, high_bytes)
 
 
 def _workspace(num_bytes: int) -> Figure:

@@ -1,7 +1,7 @@
 """The engine on which older records were made, for tests that predict them again.
 
-Up to 0.1 a gated MLP's backward pass held two tiles more, and autograd had a thread, and so a cuBLAS workspace, of its
-own (`fitune.model.fused`, `fitune.model.backward`).
+Up to 0.1 a gated MLP's backward pass held two tiles more, and autograd had a thread of its own, with a cuBLAS handle
+and workspace (`fitune.model.fused`, `fitune.model.backward`). All those records are an H200's.
 """
 
 from __future__ import annotations
@@ -30,16 +30,22 @@ def engine_of(record: Mapping[str, Any]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused._Gated, "backward", staticmethod(_backward))
         patch.setattr(sequence, "NUM_CUBLAS_THREADS", 2)
-        for capability, entry in constants.BY_CAPABILITY.items():
-            one = entry.workspace
-            two = dataclasses.replace(
-                one, num_bytes=2 * one.num_bytes, low_bytes=2 * one.low_bytes, high_bytes=2 * one.high_bytes
-            )
-            patch.setitem(constants.BY_CAPABILITY, capability, dataclasses.replace(entry, workspace=two))
+        hopper = constants.BY_CAPABILITY[9, 0]
+        then = constants.Overheads(
+            _more(hopper.context, constants.SECOND_HANDLE_BYTES), _more(hopper.workspace, hopper.workspace.num_bytes)
+        )
+        patch.setitem(constants.BY_CAPABILITY, (9, 0), then)
         patch.setattr(shipped, "find", lambda config, plan: None)
         patch.setattr(trace_cache, "load", _TRACES.get)
         patch.setattr(trace_cache, "store", _TRACES.__setitem__)
         yield
+
+
+def _more(figure: constants.Figure, num_bytes: int) -> constants.Figure:
+    return dataclasses.replace(
+        figure, num_bytes=figure.num_bytes + num_bytes, low_bytes=figure.low_bytes + num_bytes,
+        high_bytes=figure.high_bytes + num_bytes,
+    )  # fmt: skip
 
 
 def _backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -354,7 +354,7 @@ def test_settings_of_adapters_are_said_to_do_nothing_in_full_fine_tuning():
 
 def test_what_a_card_holds_besides_tensors_is_a_note():
     (note,) = [n for n in plan(batch=1).notes if "driver's context" in n]
-    assert "758 MiB" in note and "4%" in note
+    assert "694 MiB" in note and "4%" in note
 
 
 # -- contradictions -------------------------------------------------------------------------------------------------

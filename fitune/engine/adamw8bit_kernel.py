@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -116,5 +117,5 @@ def launch(
     grid: Any = (-(-master.numel() // (256 * _BLOCKS)),)
     adamw8bit_kernel[grid](
         master, grad, *codes, *scales, *tables, master.numel(), step_size, eps, kept, *betas,
-        *(1 - beta for beta in betas), BLOCKS=_BLOCKS,
+        *(float(np.float32(1) - np.float32(beta)) for beta in betas), BLOCKS=_BLOCKS,
     )  # fmt: skip

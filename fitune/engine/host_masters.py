@@ -17,6 +17,7 @@ The updates are torch's or bitsandbytes' own, on the same fp32 numbers as on the
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -87,7 +88,8 @@ class HostMasters(Masters):
         self._grads: dict[str, tuple[torch.Tensor, Parcel]] = {}
         self._norms: dict[str, torch.Tensor] = {}
         self._pool: dict[int, list[HostBuffer]] = {}
-        self._cuts: dict[tuple[int, tuple[Any, ...]], list[torch.Tensor]] = {}
+        self._cuts: weakref.WeakKeyDictionary[HostBuffer, dict[tuple[Any, ...], list[torch.Tensor]]]
+        self._cuts = weakref.WeakKeyDictionary()  # goes with its buffer, which a failed step loses
         self._sent: set[int] = set()  # parts that have sent gradients in this step
         self._norm_rooms = self._rooms_for_norms() if self._on_cuda else {}
         self._wide: torch.Tensor | None = None
@@ -209,10 +211,10 @@ class HostMasters(Masters):
         sizes = [aligned(shape.numel() * dtype.itemsize) for shape, dtype in shapes.values()]
         spare = self._pool.setdefault(sum(sizes), [])
         buffer = spare.pop() if spare else HostBuffer(sum(sizes), self._on_cuda)
-        key = id(buffer), tuple(shapes.values())
-        if key not in self._cuts:
-            self._cuts[key] = cut(buffer, shapes.values())
-        return Parcel(buffer, dict(zip(shapes, self._cuts[key], strict=True)))
+        key, cuts = tuple(shapes.values()), self._cuts.setdefault(buffer, {})
+        if key not in cuts:
+            cuts[key] = cut(buffer, shapes.values())
+        return Parcel(buffer, dict(zip(shapes, cuts[key], strict=True)))
 
     def _rooms_for_norms(self) -> dict[int, torch.Tensor]:
         """Of each part in host memory, where the device has taken them."""
@@ -323,6 +325,8 @@ class HostMasters(Masters):
     def _widened(self, grads: list[torch.Tensor], parcels: set[Parcel], factors: list[float]) -> list[torch.Tensor]:
         """Gradients of a part times all factors in fp32. Adapters' are many and small: a buffer of them is widened
         whole."""
+        if not grads:
+            return []
         dtypes = {grad.dtype for grad in grads}
         (parcel, *others) = parcels
         if others or len(dtypes) > 1 or torch.float32 in dtypes or 2 * parcel.buffer.num_bytes > _WIDE_BYTES:

@@ -339,6 +339,8 @@ def _fused(device: torch.device) -> Any:
             if _gives_the_librarys(launch, device):
                 return launch
         why = "what it gives is not what bitsandbytes gives"
+    except torch.OutOfMemoryError:
+        raise  # of this moment: asked again the next time
     except kernel_failures() as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
     said = "8-bit AdamW in pieces runs without its Triton kernel, which is slower: %s"

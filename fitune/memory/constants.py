@@ -116,9 +116,9 @@ def _workspace(num_bytes: int) -> Figure:
     return Figure(size, "documented", _WORKSPACE, num_bytes, size + NUM_CUBLAS_THREADS * CUBLASLT_WORKSPACE_BYTES)
 
 
-_OLDER = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 800 * MIB), _workspace(CUBLAS_WORKSPACE_BYTES))
-_ADA = Overheads(_elsewhere(ADA_CONTEXT_AT_START_BYTES, 800 * MIB), _workspace(CUBLAS_WORKSPACE_BYTES))
-_BLACKWELL = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 1000 * MIB), _workspace(CUBLAS_WORKSPACE_HOPPER_BYTES))
+_OLDER = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 736 * MIB), _workspace(CUBLAS_WORKSPACE_BYTES))
+_ADA = Overheads(_elsewhere(ADA_CONTEXT_AT_START_BYTES, 736 * MIB), _workspace(CUBLAS_WORKSPACE_BYTES))
+_BLACKWELL = Overheads(_elsewhere(_LEAST_CONTEXT_BYTES, 936 * MIB), _workspace(CUBLAS_WORKSPACE_HOPPER_BYTES))
 # `benchmarks/results/calibration-h200-2026-11-30.json`: 67,109,888 bytes, of the two threads that there were then
 _HOPPER = Overheads(_H200_CONTEXT, Figure(32 * MIB, "measured", "measured on an H200, 2026-11-30", 32 * MIB, 33 * MIB))
 
@@ -134,7 +134,7 @@ BY_CAPABILITY: dict[tuple[int, int], Overheads] = {
 }
 # AMD cards and what is not known: the larger workspace (torch takes 32 to 128 MiB for rocBLAS).
 _OTHER = Overheads(
-    _elsewhere(_LEAST_CONTEXT_BYTES, 1200 * MIB),
+    _elsewhere(_LEAST_CONTEXT_BYTES, 1136 * MIB),
     Figure(64 * MIB, "assumed", _FROM_H200, CUBLAS_WORKSPACE_BYTES, 332 * MIB),
 )
 _NONE = Figure(0, "none", "no device context on the CPU", 0, 0)

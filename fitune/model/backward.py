@@ -18,6 +18,13 @@ def on_this_thread() -> AbstractContextManager[None]:
     return torch.autograd.set_multithreading_enabled(False)
 
 
+def forget_failed() -> None:
+    """Let go of a backward pass that raised: what it had not come to waits in its thread's queue, with the tensors that
+    it holds, until the next one begins. This is one."""
+    with on_this_thread(), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).mul(1).backward()
+
+
 def backward(root: torch.Tensor | GradientEdge, grad: torch.Tensor) -> None:
     """`torch.autograd.backward` from one tensor, or the edge of the graph that made it, whose gradient is `grad`."""
     with on_this_thread():

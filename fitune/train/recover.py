@@ -210,11 +210,14 @@ def free(engine: Engine) -> bool:
 
 def give_back(device: Any) -> bool:
     """Collect garbage and give cached memory back to the driver. False: the device does not answer any more."""
+    import torch
+
+    from fitune.model.backward import forget_failed
+
+    forget_failed()
     gc.collect()
     if device.type != "cuda":
         return True
-    import torch
-
     try:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ def lora(model: str) -> dict:
 @pytest.fixture(scope="module")
 def tight(model: str) -> dict:
     """A job that does not fit as it is given, and does with less."""
-    return fitune.predict(model, method="full", vram=0.9, **JOB)
+    return fitune.predict(model, method="full", vram=0.84, **JOB)
 
 
 def printed(result: dict, width: int, lang: str = "en") -> str:

@@ -63,7 +63,9 @@ def test_a_run_from_the_disk_is_killed_in_a_step_and_comes_to_the_same_bits(monk
     record = stream.work(name, BRIEF, tiny=True)
     assert record.get("error") is None, record
     assert record["plan"]["stream_from"] == "disk" and record["link"]["link_bytes"] > 0
-    assert record["killed"]["in_step"] == 2 and record["killed"]["steps_before"] == 1, "in the middle of the second step"
+    assert record["killed"]["in_step"] == 2 and record["killed"]["steps_before"] == 1, (
+        "in the middle of the second step"
+    )
     assert record["killed"]["resumed_from"] in (None, 0, 1), "not from the beginning of a step that was not over"
     assert record["bit_identical"] == {"losses": True, "gradient_norms": True, "adapter_sha256": True}
     assert len(record["losses"][0]) == 3 and "same bits" in stream.row(record)

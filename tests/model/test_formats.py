@@ -86,6 +86,8 @@ def test_bitsandbytes_cpu_kernel_still_needs_whole_blocks():
     """Once this fails, `unpack` may hand the weight's own shape to bitsandbytes again."""
     import bitsandbytes.functional as bnb
 
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("bitsandbytes has a kernel for processors with AVX-512")
     weight = normal((40, 96))
     codes, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
     assert (bnb.dequantize_4bit(codes, state) - weight).abs().max() > 0.25 * weight.abs().max()  # right: below 0.16

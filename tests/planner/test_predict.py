@@ -78,7 +78,7 @@ def test_the_plan_that_fits_is_what_plan_finds():
 
 
 def test_where_nothing_fits_the_planner_says_what_would():
-    result = predict.predict(case.recipe(method="full"), case.machine(case.card(830 * 2**20)), config=case.config())
+    result = predict.predict(case.recipe(method="full"), case.machine(case.card(760 * 2**20)), config=case.config())
     assert not result.fits and result.fitting is None and result.nearest_fits
     assert all("change" in offer for offer in result.nearest_fits)
 

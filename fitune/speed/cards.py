@@ -49,10 +49,10 @@ class CardRates:
     def copy_bytes_per_s(self, source: str) -> float:
         """Of streamed weights that wait in `source`: never faster than the link."""
         known = self.sources.get(source)  # shards have no share of their own: `speed.together` gives their rate
-        if known is None and source == "disk":
-            known = min(self.link_bytes_per_s * constants.SOURCE_SHARE[source], constants.DISK_BYTES_PER_S)
-        rate = self.link_bytes_per_s * constants.SOURCE_SHARE.get(source, 1.0) if known is None else known
-        return min(rate, self.link_bytes_per_s)
+        if known is not None:
+            return min(known, self.link_bytes_per_s)
+        rate = self.link_bytes_per_s * constants.SOURCE_SHARE.get(source, 1.0)
+        return min(rate, constants.DISK_BYTES_PER_S) if source == "disk" else rate
 
 
 def card_rates(

@@ -136,7 +136,7 @@ EFFICIENT_ATTENTION = 0.6
 
 SERVER_MEMORY = 2.0
 """How much faster than a desktop's (`speed.host_update.RAM_BYTES_PER_S`) the RAM beside a card with HBM updates
-masters. From one run: 3B with fp32 state on an H200's host of 16 cores (`stream-h200-2026-12-01.json`)."""
+masters. From one run: 3B with fp32 state on an H200's host of 16 cores (`stream-h200-2026-12-01b.json`)."""
 SOURCE_SHARE = {"none": 1.0, "pinned": 1.0, "pageable": 0.4, "disk": 0.1}
 """Share of the link's rate by where streamed weights wait. Pageable memory goes through small pinned buffers that a
 thread fills (not measured); disk: an NVMe drive beside a PCIe 4 x16 link."""
